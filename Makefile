@@ -1,0 +1,43 @@
+# Every target makes its own .venv if there is none. PYTHON picks the interpreter it is made with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint format bench clean
+
+demo: $(STAMP)
+	$(BIN)/weightsync demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# mypy does not follow editable installs, so it gets the package as links.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typing && mkdir -p build/typing/weightsync
+	ln -s ../../../protocol ../../../actors ../../../service build/typing/weightsync/
+	MYPYPATH=build/typing $(BIN)/mypy -p weightsync.protocol -p weightsync.actors -p weightsync.service
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python tests/benchmarks/bench_planning.py
+	$(BIN)/python tests/benchmarks/bench_sync.py
+
+# torch first and alone: on its own it comes as the CPU build where one is offered.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

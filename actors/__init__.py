@@ -1,0 +1,1 @@
+"""The long-lived Ray actors and what they own."""

@@ -1,0 +1,339 @@
+"""The consumer agent: one inference worker's part in every sync, from recording to install.
+
+Lives inside the worker's process, because the memory is there. A follower thread asks the registry for the
+next thing to do and does it: plan a new layout, or pull an epoch. `sync`, on the worker's own thread, is the
+boundary at which a version becomes visible.
+
+    shadow    the follower pulls beside the live parameters as soon as an epoch opens; once the registry has
+              committed, the version is staged, and the next `sync` flips it in.
+    in_place  the pull waits for a `sync` call and writes the live parameters while that call holds the
+              engine; a pull that fails after it began leaves the worker torn, hence not ready, until a whole
+              pull succeeds.
+
+The thing to watch: nothing is flipped before the registry's commit, and never while a pull writes the shadow.
+A staged version that was not applied before the next pull begins is superseded by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from weightsync.actors.destinations import Destinations, distinct_copies
+from weightsync.actors.interfaces import WeightTarget
+from weightsync.actors.live_pull import LivePull
+from weightsync.actors.registry import RegistryOptions
+from weightsync.actors.spawn import call, this_node
+from weightsync.actors.staged_pull import StagedPull
+from weightsync.actors.transport import Peer, ReadContext, Transport, create_transport
+from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.errors import (
+    InvalidLayoutError,
+    RegistrationError,
+    StallError,
+    SyncAborted,
+    SyncError,
+    WeightsyncError,
+)
+from weightsync.protocol.messages import EpochBegin, InstallMode, LayoutSnapshot, PublishMode, PullStats
+
+log = logging.getLogger("weightsync.consumer")
+
+_PROGRESS_PERIOD_S = 0.1
+
+
+class ConsumerAgent:
+    """One worker's agent.
+
+    Args:
+        registry: handle of the service's registry.
+        worker: the worker's name, unique in the service; a new process under a known name replaces it.
+        target: the worker's weights.
+        install: shadow or in_place.
+    """
+
+    def __init__(self, registry: Any, worker: str, target: WeightTarget, install: InstallMode) -> None:
+        self._registry = registry
+        self._worker = worker
+        self._target = target
+        self._install = install
+        self._options: RegistryOptions = call(registry.options.remote())
+        grant = call(registry.register_consumer.remote(worker, install.value, this_node(), os.getpid()))
+        self.consumer_id, self._token = grant.consumer_id, grant.token
+        self._transport: Transport | None = None
+        self._recorded: tuple[object, list[RecordedCopy]] | None = None
+        self._destinations: Destinations | None = None
+        self._pull: LivePull | StagedPull | None = None
+        self._generation = 0
+        self._cond = threading.Condition()
+        self._version: int | None = None
+        self._staged: int | None = None
+        self._torn = False
+        self._callers = 0
+        self._writing = False
+        self._error: WeightsyncError | None = None
+        self._fatal: WeightsyncError | None = None
+        self._closed = False
+        self.last_pull: PullStats | None = None
+        layout = call(registry.layout.remote())
+        if layout is not None:
+            self._plan(layout)  # on the caller's thread: its errors belong to the caller
+            if self._error is not None:
+                self.close()
+                raise self._error
+        self._follower = threading.Thread(target=self._follow, name=f"weightsync-{worker}", daemon=True)
+        self._follower.start()
+
+    # -- the worker's side ----------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """The version that requests see; None before the first install."""
+        return self._version
+
+    @property
+    def ready(self) -> bool:
+        """A complete version is installed and nothing has torn it."""
+        return self._version is not None and not self._torn
+
+    def sync(self, version: int | None, timeout_s: float) -> int:
+        """Install the newest version, or wait for `version` (or a newer one), and return what is installed.
+
+        Raises:
+            StallError: nothing to install came within `timeout_s`; the message says what it waits for.
+            SyncAborted, SyncError, PlanError: the attempt, or planning, failed; the worker keeps what it had.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = version if version is not None else call(self._registry.open_version.remote(*self._me))
+        with self._cond:
+            self._callers += 1
+            self._error = None if self._pull is not None else self._error
+            self._cond.notify_all()
+            try:
+                while not self._apply(wanted):
+                    if self._fatal is not None or self._error is not None:
+                        raise self._fatal or self._error  # type: ignore[misc]
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise StallError(self._why_waiting(wanted, timeout_s))
+                    self._cond.wait(remaining)
+            finally:
+                self._callers -= 1
+            assert self._version is not None
+            return self._version
+
+    def close(self) -> None:
+        """Leave the service and release memory and registrations. Idempotent."""
+        with self._cond:
+            if self._closed:
+                return
+            self._closed = True
+            self._cond.notify_all()
+        with contextlib.suppress(Exception):
+            call(self._registry.unregister_consumer.remote(*self._me), timeout_s=5)
+        follower = getattr(self, "_follower", None)
+        if follower is not None and follower is not threading.current_thread():
+            follower.join(self._options.long_poll_s + 5)
+        if self._pull is not None:
+            self._pull.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- installing, under the condition --------------------------------------------------------------
+
+    def _apply(self, wanted: int | None) -> bool:
+        """Flip a staged version in if there is one; True if what is installed satisfies the caller."""
+        if self._staged is not None and not self._writing:
+            assert self._destinations is not None
+            self._destinations.flip()
+            self._version, self._staged, self._torn = self._staged, None, False
+            self._registry.installed.remote(*self._me, self._version)
+        if self._version is None or self._torn:
+            return False
+        return wanted is None or self._version >= wanted
+
+    def _why_waiting(self, wanted: int | None, timeout_s: float) -> str:
+        what = "a first version" if wanted is None else f"version {wanted}"
+        try:
+            why = call(self._registry.explain.remote(*self._me), timeout_s=5)
+        except Exception as error:
+            why = f"the registry does not answer ({type(error).__name__})"
+        return f"worker {self._worker!r} waited {timeout_s:g} s for {what}: {why}"
+
+    # -- the follower ---------------------------------------------------------------------------------
+
+    @property
+    def _me(self) -> tuple[int, str]:
+        return self.consumer_id, self._token
+
+    def _follow(self) -> None:
+        """Do what the registry says next, until closed or replaced."""
+        last_epoch = 0
+        while not self._closed:
+            try:
+                work = call(self._registry.next_work.remote(*self._me, self._generation, last_epoch))
+                if isinstance(work, LayoutSnapshot):
+                    self._plan(work)
+                elif isinstance(work, EpochBegin):
+                    last_epoch = work.epoch
+                    self._attend(work)
+            except Exception as error:
+                self._stop(error)
+                return
+
+    def _stop(self, error: Exception) -> None:
+        """The registry is gone, closing, or has replaced us: every `sync` from now on says so."""
+        with self._cond:
+            if not self._closed:
+                log.warning("worker %s stops following: %s", self._worker, error)
+            self._fatal = (
+                error
+                if isinstance(error, WeightsyncError)
+                else SyncError(f"worker {self._worker!r} lost the registry ({type(error).__name__}: {error})")
+            )
+            self._cond.notify_all()
+
+    def _plan(self, layout: LayoutSnapshot) -> None:
+        """Record once per manifest, plan and register once per layout, and tell the registry."""
+        self._generation = layout.generation
+        try:
+            pull = self._prepare(layout)
+        except Exception as error:
+            failure = error if isinstance(error, WeightsyncError) else _loader_error(self._worker, error)
+            with self._cond:
+                self._error, self._pull = failure, None
+                self._cond.notify_all()
+            call(self._registry.plan_failed.remote(*self._me, layout.generation, str(failure)))
+            return
+        with self._cond:
+            self._pull, self._error = pull, None
+        call(self._registry.planned.remote(*self._me, layout.generation, pull.bytes_total))
+
+    def _prepare(self, layout: LayoutSnapshot) -> LivePull | StagedPull:
+        if self._pull is not None:
+            self._pull.close()
+            self._pull = None
+        copies = self._record(layout)
+        if self._destinations is None:
+            self._destinations = Destinations(self._target.tensors(), copies, self._install)
+        if self._transport is None:
+            self._transport = create_transport(
+                layout.transport, f"{self._options.service}:{self._worker}:{secrets.token_hex(4)}"
+            )
+        self._transport.register(self._destinations.buffers.values())
+        actors = call(self._registry.producer_actors.remote(layout.generation))
+        peers = [
+            Peer(rank, rank, producer.agent_metadata, actor)
+            for rank, (producer, actor) in enumerate(zip(layout.producers, actors, strict=True))
+        ]
+        common = (layout, copies, self._destinations, self._transport, peers)
+        if layout.mode is PublishMode.STAGED:
+            return StagedPull(*common, self.consumer_id, self._options.num_serve_buffers)
+        for peer in peers:
+            self._transport.connect(peer)
+        return LivePull(*common)
+
+    def _record(self, layout: LayoutSnapshot) -> list[RecordedCopy]:
+        """The worker's distinct copies; recorded again only if the model itself changed."""
+        manifest = {meta.name: (meta.dtype, meta.shape) for meta in layout.manifest}
+        if self._recorded is None or self._recorded[0] != manifest:
+            canonical = {meta.name: meta.alias_of or meta.name for meta in layout.manifest}
+            copies = distinct_copies(self._target.record(manifest), canonical, self._target.tensors())
+            if not copies:
+                raise InvalidLayoutError(
+                    f"worker {self._worker!r} would pull nothing: its loader uses none of the {len(manifest)} "
+                    f"published names ({', '.join(list(manifest)[:3])}, ...)"
+                )
+            self._recorded, self._destinations = (manifest, copies), None
+        return self._recorded[1]
+
+    def _attend(self, begin: EpochBegin) -> None:
+        """Take part in one epoch."""
+        if self._install is InstallMode.IN_PLACE and not self._await_caller(begin):
+            return
+        if not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
+            return
+        try:
+            stats = self._pull_version(begin)
+            committed = call(self._registry.pulled.remote(*self._me, begin.epoch, stats))
+        except (SyncError, ray.exceptions.RayError) as error:
+            self._attempt_failed(begin, error)
+            return
+        with self._cond:
+            self._writing = False
+            if committed:
+                self._staged, self.last_pull, self._error = begin.version, stats, None
+            else:
+                self._torn = self._torn or self._install is InstallMode.IN_PLACE
+                self._error = SyncAborted(
+                    f"version {begin.version} (epoch {begin.epoch}) was aborted; worker {self._worker!r} keeps "
+                    f"version {self._version}" + (" but is torn until the next sync" if self._torn else "")
+                )
+            self._cond.notify_all()
+
+    def _await_caller(self, begin: EpochBegin) -> bool:
+        """In place the engine must hold still: wait until its thread is inside `sync`."""
+        deadline = time.monotonic() + self._options.stall_timeout_s
+        with self._cond:
+            while not self._callers and not self._closed:
+                if time.monotonic() > deadline:
+                    return False
+                self._cond.wait(1.0)
+                if not self._callers and call(self._registry.open_version.remote(*self._me)) != begin.version:
+                    return False
+            return not self._closed
+
+    def _pull_version(self, begin: EpochBegin) -> PullStats:
+        with self._cond:
+            self._writing, self._staged = True, None
+            if self._install is InstallMode.IN_PLACE:
+                self._torn = True
+        assert self._pull is not None
+        reporter = _Progress(self._registry, self._me, begin.epoch)
+        return self._pull.run(ReadContext(begin.epoch, self.consumer_id), reporter.add, reporter.waiting)
+
+    def _attempt_failed(self, begin: EpochBegin, error: Exception) -> None:
+        failure = error if isinstance(error, WeightsyncError) else SyncError(str(error))
+        with self._cond:
+            self._writing, self._error = False, failure
+            self._cond.notify_all()
+        call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure)))
+
+
+class _Progress:
+    """Tells the registry how far a pull is, a few times a second at most."""
+
+    def __init__(self, registry: Any, me: tuple[int, str], epoch: int) -> None:
+        self._tell: Callable[[int, str], Any] = lambda done, what: registry.progress.remote(*me, epoch, done, what)
+        self._done = 0
+        self._what = ""
+        self._told_at = 0.0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._maybe_tell()
+
+    def waiting(self, what: str) -> None:
+        self._what = what
+        self._maybe_tell()
+
+    def _maybe_tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= _PROGRESS_PERIOD_S:
+            self._told_at = now
+            self._tell(self._done, self._what)
+
+
+def _loader_error(worker: str, error: Exception) -> WeightsyncError:
+    """A worker's own loader raised while it was recorded (an unknown name, a wrong shape, ...)."""
+    return RegistrationError(
+        f"worker {worker!r}: its loader failed while its copies were recorded: {type(error).__name__}: {error}"
+    )

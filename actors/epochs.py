@@ -1,0 +1,131 @@
+"""One attempt to sync a version, as the registry follows it: who is live, who has finished, how it ended.
+
+Pure state. The thing to watch: an epoch ends exactly once, committed or aborted, and a consumer may make a
+version visible only after the commit; until then every consumer of the attempt keeps what it had.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from weightsync.protocol.messages import ConsumerState, EpochState, PublishMode, PullStats
+from weightsync.protocol.status import EpochStatus, SyncReport, WorkerPull
+
+
+@dataclass
+class ConsumerMember:
+    """A registered inference worker."""
+
+    worker: str
+    consumer_id: int
+    token: str
+    install: str
+    node_id: str
+    pid: int
+    state: ConsumerState = ConsumerState.PLANNING
+    generation: int = 0
+    version: int | None = None
+    staged_version: int | None = None
+    bytes_done: int = 0
+    bytes_total: int = 0
+    error: str | None = None
+    waits_for: str = ""
+
+    @property
+    def planned(self) -> bool:
+        return self.state in (ConsumerState.IDLE, ConsumerState.PULLING, ConsumerState.PULLED)
+
+
+@dataclass
+class Epoch:
+    """State of one attempt.
+
+    `live` are the consumers that take part; `pulled` those that hold the complete version; `evicted` those
+    that were taken out, with the reason; `ended` the trainer ranks whose groups were all freed.
+    """
+
+    epoch: int
+    version: int
+    ranks: frozenset[int]
+    live: dict[int, str]
+    begin_seconds: float = 0.0
+    state: EpochState = EpochState.OPEN
+    pulled: dict[int, PullStats] = field(default_factory=dict)
+    evicted: dict[str, str] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    error: str | None = None
+    opened_at: float = field(default_factory=time.monotonic)
+    closed_at: float | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.state is EpochState.OPEN
+
+    @property
+    def complete(self) -> bool:
+        """Everybody has finished: it may be committed."""
+        return bool(self.live) and self.ranks <= self.ended and set(self.live) <= set(self.pulled)
+
+    def evict(self, consumer_id: int, reason: str) -> bool:
+        worker = self.live.pop(consumer_id, None)
+        if worker is None:
+            return False
+        self.pulled.pop(consumer_id, None)
+        self.evicted[worker] = reason
+        return True
+
+    def close(self, state: EpochState, error: str | None = None) -> None:
+        if not self.open:
+            raise AssertionError(f"epoch {self.epoch} is {self.state} already")
+        self.state, self.error, self.closed_at = state, error, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return (self.closed_at or time.monotonic()) - self.opened_at
+
+    def waiting_for(self) -> list[str]:
+        """The members that have not finished, in words."""
+        consumers = [f"worker {worker}" for cid, worker in self.live.items() if cid not in self.pulled]
+        return consumers + [f"trainer rank {rank}" for rank in sorted(self.ranks - self.ended)]
+
+    def status(self) -> EpochStatus:
+        return EpochStatus(
+            epoch=self.epoch,
+            version=self.version,
+            state=self.state,
+            seconds=self.seconds,
+            waiting_for=self.waiting_for() if self.open else [],
+        )
+
+    def report(self, service: str, mode: PublishMode, transport: str) -> SyncReport:
+        """The outcome, for every trainer rank."""
+        workers = {
+            self.live[cid]: WorkerPull(
+                bytes_wire=stats.bytes_wire,
+                bytes_needed=stats.bytes_needed,
+                seconds=stats.seconds,
+                phases=stats.phases,
+            )
+            for cid, stats in self.pulled.items()
+        }
+        phases = {"begin": self.begin_seconds}
+        for phase in ("pull", "scatter", "free"):
+            phases[phase] = max((w.phases.get(phase, 0.0) for w in workers.values()), default=0.0)
+        phases["commit"] = max(0.0, self.seconds - sum(phases.values()))
+        nbytes = sum(w.bytes_wire for w in workers.values())
+        return SyncReport(
+            service=service,
+            version=self.version,
+            epoch=self.epoch,
+            mode=mode,
+            transport=transport,
+            bytes=nbytes,
+            needed_bytes=sum(w.bytes_needed for w in workers.values()),
+            seconds=self.seconds,
+            phases=phases,
+            gbytes_per_second=nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0,
+            installed=sorted(workers),
+            evicted=sorted(self.evicted),
+            workers=workers,
+        )

@@ -1,0 +1,191 @@
+"""Live mode: runs read one-sidedly out of trainer memory, straight to where the parameter wants them.
+
+Planned once per layout: recorded copies become runs per (gather group, producer), and one prepared read each.
+A version then only posts those. Copies that cannot land in place (another dtype, transposed element by
+element) are read densely into scratch of the source's dtype and scattered by torch. The thing to watch: a
+free signal follows the last read of the group it frees, never precedes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from weightsync.actors.destinations import Destinations
+from weightsync.actors.transport import Peer, PreparedRead, ReadContext, Transport
+from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.dtypes import dtype_from_name
+from weightsync.protocol.errors import UnsupportedLayoutError
+from weightsync.protocol.messages import LayoutSnapshot, PullStats
+from weightsync.protocol.segments import bounce_copy, lower_copy
+from weightsync.protocol.shards import Source, build_sources, merge_shard_tables
+
+_NOTHING: Callable[[int], None] = lambda nbytes: None  # noqa: E731
+
+
+@dataclass
+class _Runs:
+    """Runs of one (group, session), as arrays to be joined."""
+
+    src: list[np.ndarray] = field(default_factory=list)
+    dst: list[np.ndarray] = field(default_factory=list)
+    nbytes: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """Scratch that was read densely, viewed as the loader's result, and where it goes."""
+
+    scratch: torch.Tensor
+    copy: RecordedCopy
+
+
+class LivePull:
+    """A prepared live pull of one worker.
+
+    Args:
+        layout: the complete model.
+        copies: distinct copies with canonical source names.
+        destinations: where they land.
+        transport: this worker's transport, connected to `peers`.
+        peers: per session (= rank), where its memory is.
+    """
+
+    def __init__(
+        self,
+        layout: LayoutSnapshot,
+        copies: Sequence[RecordedCopy],
+        destinations: Destinations,
+        transport: Transport,
+        peers: Sequence[Peer],
+    ) -> None:
+        self._layout = layout
+        self._destinations = destinations
+        self._transport = transport
+        self._peers = peers
+        self._scatters: dict[int, list[_Scatter]] = defaultdict(list)
+        self._reads = self._prepare(copies)
+        self.bytes_total = sum(read.nbytes for reads in self._reads.values() for read in reads)
+        self.bytes_needed = sum(_needed_bytes(copy, layout) for copy in copies)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(s.scratch.untyped_storage().nbytes() for group in self._scatters.values() for s in group)
+
+    def run(
+        self,
+        context: ReadContext,
+        on_bytes: Callable[[int], None] = _NOTHING,
+        on_wait: Callable[[str], None] = lambda what: None,
+    ) -> PullStats:
+        """Pull one version. Returns when every byte is in place and every owner has its free signals."""
+        started = time.monotonic()
+        phases = {"pull": 0.0, "scatter": 0.0, "free": 0.0}
+        moved = 0
+        for group in sorted(self._reads.keys() | self._scatters.keys()):
+            on_wait(f"reads of group {group}")
+            with _timed(phases, "pull"):
+                self._transport.read(self._reads.get(group, []), context, on_bytes)
+            moved += sum(read.nbytes for read in self._reads.get(group, []))
+            with _timed(phases, "scatter"):
+                self._scatter(group)
+        on_wait("free signals to arrive")
+        with _timed(phases, "free"):
+            self._free_all(context)
+        return PullStats(moved, self.bytes_needed, time.monotonic() - started, phases)
+
+    def close(self) -> None:
+        """Give the prepared reads back."""
+        self._transport.release(read for reads in self._reads.values() for read in reads)
+        self._reads, self._scatters = {}, defaultdict(list)
+
+    # -- planning -------------------------------------------------------------------------------------
+
+    def _prepare(self, copies: Sequence[RecordedCopy]) -> dict[int, list[PreparedRead]]:
+        sources, agents, _ = build_sources(
+            merge_shard_tables([list(producer.table) for producer in self._layout.producers])
+        )
+        session_of = {producer.agent_name: rank for rank, producer in enumerate(self._layout.producers)}
+        sessions = [session_of[agent] for agent in agents]
+        group_of = _group_of_names(self._layout)
+        runs: dict[tuple[int, int], _Runs] = defaultdict(_Runs)
+        for copy in copies:
+            group = group_of[copy.src_name]
+            for session, src, dst, nbytes in self._lower(copy, sources[copy.src_name], group):
+                joined = runs[group, sessions[session]]
+                joined.src.append(src)
+                joined.dst.append(dst)
+                joined.nbytes.append(nbytes)
+        for scatters in self._scatters.values():
+            self._transport.register(s.scratch for s in scatters)
+        reads: dict[int, list[PreparedRead]] = defaultdict(list)
+        for (group, session), joined in sorted(runs.items()):
+            reads[group].append(
+                self._transport.prepare(
+                    self._peers[session],
+                    np.concatenate(joined.src),
+                    np.concatenate(joined.dst),
+                    np.concatenate(joined.nbytes),
+                )
+            )
+        return dict(reads)
+
+    def _lower(
+        self, copy: RecordedCopy, source: Source, group: int
+    ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """Runs of one copy with absolute destination addresses; scratch is made where it needs some."""
+        try:
+            runs, base = lower_copy(copy, source), self._destinations.address_of(copy)
+        except UnsupportedLayoutError:
+            bounce = bounce_copy(copy, source.global_shape, dtype_from_name(source.dtype))
+            scratch = torch.zeros(bounce.scratch_elements, dtype=dtype_from_name(source.dtype))
+            self._scatters[group].append(_Scatter(bounce.view(scratch), copy))
+            runs, base = lower_copy(bounce.copy, source), scratch.data_ptr()
+        return [(r.session, r.src_addr, r.dst_byte.astype(np.uint64) + np.uint64(base), r.nbytes) for r in runs]
+
+    # -- one version ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scatter(self, group: int) -> None:
+        for scatter in self._scatters.get(group, ()):
+            self._destinations.view_of(scatter.copy).copy_(scatter.scratch)
+
+    def _free_all(self, context: ReadContext) -> None:
+        """One message per producer: live groups stay in the trainer anyway, so there is nothing to hurry."""
+        import ray
+
+        ray.get(
+            [
+                peer.actor.free_groups.remote(self._layout.rank_groups[peer.rank], context.consumer_id, context.epoch)
+                for peer in self._peers
+            ]
+        )
+
+
+def _group_of_names(layout: LayoutSnapshot) -> dict[str, int]:
+    names = iter(layout.names)
+    return {next(names): group for group, length in enumerate(layout.group_lens) for _ in range(length)}
+
+
+def _needed_bytes(copy: RecordedCopy, layout: LayoutSnapshot) -> int:
+    """Bytes of the source that the copy's destination elements take."""
+    dtype = next(meta.dtype for meta in layout.manifest if meta.name == copy.src_name)
+    return torch.Size(copy.dest_shape).numel() * dtype_from_name(dtype).itemsize
+
+
+class _timed:
+    """Adds the seconds of a block to one phase."""
+
+    def __init__(self, phases: dict[str, float], phase: str) -> None:
+        self._phases, self._phase = phases, phase
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *exc: object) -> None:
+        self._phases[self._phase] += time.monotonic() - self._started

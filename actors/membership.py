@@ -1,0 +1,153 @@
+"""Who publishes: trainer ranks as they register, checked against each other until they make one model.
+
+Pure state of the registry. The thing to watch: everything is refused at registration, before a consumer
+plans and long before a byte moves, and a refused rank leaves the others as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.protocol.errors import InvalidLayoutError, RegistrationError
+from weightsync.protocol.groups import layerwise_groups
+from weightsync.protocol.messages import LayoutSnapshot, ProducerRegistration, PublishMode, TensorMeta
+from weightsync.protocol.shards import check_complete, merge_shard_tables
+
+
+@dataclass(frozen=True)
+class ProducerMember:
+    """A registered trainer rank: what it said, its token, and its producer actor."""
+
+    registration: ProducerRegistration
+    token: str
+    actor: Any
+
+
+class ProducerTable:
+    """The trainer ranks of one service."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, ProducerMember] = {}
+        self.generation = 0
+        self._layout: LayoutSnapshot | None = None
+
+    @property
+    def world_size(self) -> int | None:
+        return next((m.registration.world_size for m in self.members.values()), None)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in range(self.world_size or 0) if rank not in self.members]
+
+    @property
+    def layout(self) -> LayoutSnapshot | None:
+        """The checked model, once every rank is there."""
+        return self._layout
+
+    def add(self, member: ProducerMember, num_consumers: int) -> None:
+        """Admit a rank, or refuse it and change nothing.
+
+        Raises:
+            RegistrationError: the rank contradicts another one or is taken.
+            InvalidLayoutError: it completes the set and the set has a hole or a contradiction.
+        """
+        new = member.registration
+        check_rank(new, self.members)
+        for other in self.members.values():
+            check_agreement(new, other.registration)
+        members = {**self.members, new.rank: member}
+        layout = None
+        if len(members) == new.world_size:
+            registrations = [members[rank].registration for rank in range(new.world_size)]
+            layout = assemble_layout(registrations, self.generation + 1, num_consumers)
+        self.members = members
+        if layout is not None:
+            self.generation, self._layout = layout.generation, layout
+
+    def remove(self, rank: int) -> None:
+        """Forget a rank; the model is incomplete until it is back."""
+        self.members.pop(rank, None)
+        self._layout = None
+
+
+def check_rank(new: ProducerRegistration, members: dict[int, ProducerMember]) -> None:
+    """Refuse a rank outside its world, or one that somebody holds."""
+    if new.world_size < 1 or not 0 <= new.rank < new.world_size:
+        raise RegistrationError(f"rank {new.rank} is not in a world of {new.world_size}")
+    held = members.get(new.rank)
+    if held is not None:
+        raise RegistrationError(
+            f"rank {new.rank} is claimed twice: process {held.registration.pid} on node "
+            f"{held.registration.node_id[:8]} publishes it, process {new.pid} on node {new.node_id[:8]} asks for "
+            "it; close the first Publisher, or give the second its own rank"
+        )
+
+
+def check_agreement(new: ProducerRegistration, other: ProducerRegistration) -> None:
+    """Refuse ranks that disagree about the world, the mode, or any tensor they both describe."""
+    ranks = f"ranks {other.rank} and {new.rank}"
+    for what, mine, theirs in (
+        ("world size", new.world_size, other.world_size),
+        ("publish mode", new.mode, other.mode),
+        ("transport", new.transport, other.transport),
+    ):
+        if mine != theirs:
+            raise RegistrationError(f"{ranks} disagree about the {what}: {theirs} against {mine}")
+    theirs_by_name = {meta.name: meta for meta in other.manifest}
+    for meta in new.manifest:
+        known = theirs_by_name.get(meta.name)
+        if known is None or known == meta:
+            continue
+        field = next(f for f in ("shape", "dtype", "alias_of") if getattr(known, f) != getattr(meta, f))
+        raise RegistrationError(
+            f"{ranks} disagree about the {field} of {meta.name!r}: rank {other.rank} has "
+            f"{getattr(known, field)}, rank {new.rank} has {getattr(meta, field)}"
+        )
+
+
+def assemble_layout(
+    registrations: list[ProducerRegistration], generation: int, num_consumers: int
+) -> LayoutSnapshot:
+    """Merge all ranks into the model that consumers plan against.
+
+    Raises:
+        InvalidLayoutError: a part of a tensor, or a whole tensor, is held by no rank.
+    """
+    manifest: dict[str, TensorMeta] = {}
+    for registration in registrations:
+        for meta in registration.manifest:
+            manifest.setdefault(meta.name, meta)
+    if not manifest:
+        raise InvalidLayoutError("no rank publishes any tensor; the sources are empty")
+    canonical = [name for name, meta in manifest.items() if meta.alias_of is None]
+    groups = layerwise_groups(canonical)
+    mode = registrations[0].mode
+    if mode is PublishMode.LIVE:
+        check_complete(merge_shard_tables([list(r.table) for r in registrations]))
+        held = [{t.name for t in r.table if any(_numel(s.shape) for s in t.shards)} for r in registrations]
+    else:
+        held = [set(r.held_names) for r in registrations]
+    nobody = [name for name in canonical if _numel(manifest[name].shape) and not any(name in h for h in held)]
+    if nobody:
+        raise InvalidLayoutError(f"{nobody[:5]} are held by none of the {len(registrations)} ranks")
+    return LayoutSnapshot(
+        generation=generation,
+        mode=mode,
+        transport=registrations[0].transport,
+        names=tuple(name for group in groups for name in group),
+        group_lens=tuple(len(group) for group in groups),
+        manifest=tuple(manifest.values()),
+        producers=tuple(registrations),
+        rank_groups=tuple(
+            tuple(index for index, group in enumerate(groups) if names.intersection(group)) for names in held
+        ),
+        num_consumers=max(num_consumers, 1),
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

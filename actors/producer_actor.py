@@ -1,0 +1,195 @@
+"""The producer as a Ray actor: the plain `Producer`, plus what a process of its own needs.
+
+Calls that may park have their own thread pools, so that they cannot starve the ones that would release them:
+
+    serve     parked until a group is published or a shared slot is packed. Each consumer has at most K
+              requests under way per producer (the slot-reuse rule), so max_consumers * K threads suffice.
+    trainer   `wait_freed`, `end_sync`, `publish_live`, of one trainer: at most one parked at a time, plus one.
+    watch     the registry's death watch: parked for the actor's life, one per registry, plus one for the
+              registry that replaces it.
+    control   everything else; short, never parks.
+
+The thing to watch: a method that may block belongs in one of the first three pools.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from weightsync.actors.producer import Producer, Spec
+from weightsync.actors.shared_memory import SegmentName, SharedSegment
+from weightsync.actors.transport import create_transport
+from weightsync.protocol.dtypes import dtype_from_name
+from weightsync.protocol.errors import RegistrationError, SyncError
+from weightsync.protocol.ledger import LedgerSnapshot
+
+PackedTensor = tuple[str, int, tuple[int, ...], str]
+"""A tensor in an exported segment: name, byte offset, shape, dtype name."""
+
+
+@dataclass(frozen=True)
+class ProducerOptions:
+    """How a producer actor is set up."""
+
+    agent_name: str
+    transport: str
+    served_names: tuple[str, ...]
+    num_serve_buffers: int
+    gather_lookahead: int
+    stall_timeout_s: float
+
+
+def serve_pool_threads(max_consumers: int, num_serve_buffers: int) -> int:
+    """Threads that parked `serve` and `read_runs` calls can need at once; see the module's docstring."""
+    return max_consumers * num_serve_buffers
+
+
+def concurrency_groups(max_consumers: int, num_serve_buffers: int) -> dict[str, int]:
+    """Ray concurrency groups of a producer actor."""
+    return {
+        "serve": serve_pool_threads(max_consumers, num_serve_buffers),
+        "trainer": 2,
+        "watch": 2,
+        "control": 4,
+    }
+
+
+class ProducerActor:
+    """One trainer rank's producer, in a process of its own on the rank's node."""
+
+    def __init__(self, options: ProducerOptions) -> None:
+        self._transport = create_transport(options.transport, options.agent_name)
+        self._one_sided = self._transport.reads_trainer_memory
+        self._producer = Producer(
+            num_serve_buffers=options.num_serve_buffers,
+            gather_lookahead=options.gather_lookahead,
+            served_names=options.served_names,
+            stall_timeout_s=options.stall_timeout_s,
+            on_slot=lambda slot: self._transport.register([slot]),
+        )
+        self._segments: dict[str, SharedSegment] = {}
+        self._plans: dict[int, tuple[tuple[Spec, ...], ...]] = {}
+        self._closed = threading.Event()
+
+    # -- the trainer ----------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def map_segment(self, name: SegmentName) -> None:
+        """Map memory the trainer exports; the trainer then unlinks its name."""
+        self._segments[name.path] = SharedSegment.attach(name)
+
+    @ray.method(concurrency_group="trainer")
+    def publish_live(self, groups: Sequence[int]) -> list[int]:
+        """The rank's own memory is final: publish all its groups and wait until all are freed."""
+        for group in groups:
+            self._producer.publish_group(group, {})
+        return self._producer.end_sync()
+
+    @ray.method(concurrency_group="control")
+    def publish_packed(self, group: int, segment: str, tensors: Sequence[PackedTensor]) -> None:
+        """Publish a gathered group that lies in a mapped segment."""
+        memory = self._segments[segment].memory
+        self._producer.publish_group(group, {name: _unpack(memory, rest) for name, *rest in tensors})
+
+    @ray.method(concurrency_group="trainer")
+    def wait_freed(self) -> list[int]:
+        return self._producer.wait_freed()
+
+    @ray.method(concurrency_group="trainer")
+    def end_sync(self) -> list[int]:
+        return self._producer.end_sync()
+
+    # -- the registry ---------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def begin_sync(self, epoch: int, live_consumers: Sequence[int]) -> None:
+        self._producer.begin_sync(epoch, live_consumers)
+
+    @ray.method(concurrency_group="control")
+    def evict(self, consumer_id: int, epoch: int) -> bool:
+        return self._producer.evict(consumer_id, epoch)
+
+    @ray.method(concurrency_group="control")
+    def fail(self, message: str) -> None:
+        self._producer.fail(message)
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Parked until the producer closes; its caller learns of this actor's death at once."""
+        self._closed.wait()
+
+    @ray.method(concurrency_group="control")
+    def snapshot(self) -> LedgerSnapshot:
+        return self._producer.snapshot()
+
+    # -- consumers ------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def reserve(
+        self, consumer_id: int, nbytes: int, digest: str, plan: tuple[tuple[Spec, ...], ...]
+    ) -> bytes:
+        """Take a consumer's plan (specs per `seq`) and make its slots; returns transport metadata."""
+        self._producer.reserve_serve_buffer(consumer_id, nbytes, digest)
+        self._plans[consumer_id] = plan
+        return self._transport.metadata()
+
+    @ray.method(concurrency_group="serve")
+    def serve(self, consumer_id: int, seq: int, epoch: int) -> Any:
+        """Pack request `seq` of the consumer's plan; (address, bytes) of the slot, or the bytes themselves."""
+        plan = self._plans.get(consumer_id)
+        if plan is None or not 0 <= seq < len(plan):
+            raise RegistrationError(f"consumer {consumer_id} has no request {seq} reserved here; plan again")
+        packed = self._producer.produce(plan[seq], consumer_id=consumer_id, seq=seq, epoch=epoch)
+        if self._one_sided:
+            return packed.data_ptr(), packed.numel()
+        return packed.numpy().copy()
+
+    @ray.method(concurrency_group="serve")
+    def read_runs(
+        self, src_offset: np.ndarray, nbytes: np.ndarray, consumer_id: int, epoch: int
+    ) -> np.ndarray:
+        """Pack runs of the rank's mirrored shard (object_store transport).
+
+        Raises:
+            SyncError: a run outside the mirror, or no mirror.
+        """
+        self._producer.check_request(consumer_id, epoch)
+        if len(self._segments) != 1:
+            raise SyncError(f"this producer mirrors {len(self._segments)} segments; read_runs needs exactly one")
+        memory = next(iter(self._segments.values())).memory.numpy()
+        starts, lengths = src_offset.astype(np.int64), nbytes.astype(np.int64)
+        if len(starts) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > memory.size):
+            raise SyncError(f"consumer {consumer_id} reads outside the {memory.size} bytes this rank published")
+        packed = np.empty(int(lengths.sum()), dtype=np.uint8)
+        at = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            packed[at : at + length] = memory[start : start + length]
+            at += length
+        return packed
+
+    @ray.method(concurrency_group="control")
+    def free_groups(self, groups: Sequence[int], consumer_id: int, epoch: int) -> None:
+        for group in groups:
+            self._producer.free_group(group, consumer_id, epoch)
+
+    @ray.method(concurrency_group="control")
+    def close(self) -> None:
+        """Wake everybody with an error, release memory and registrations. Idempotent."""
+        self._producer.close()
+        self._segments.clear()
+        self._transport.close()
+        self._closed.set()
+
+
+def _unpack(memory: torch.Tensor, packed: Sequence[Any]) -> torch.Tensor:
+    offset, shape, dtype_name = packed
+    dtype = dtype_from_name(dtype_name)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).view(tuple(shape))

@@ -1,0 +1,618 @@
+"""The registry: membership, versions, epochs, and the orchestration of one sync. Never tensor bytes.
+
+One asyncio actor: thousands of parked calls cost it nothing, and its state changes only between awaits, so it
+needs no locks. A publish passes through here as
+
+    begin_publish   every rank arrives with the same, higher version; every producer opens the epoch
+    next_work       every live consumer's long poll returns the epoch; it pulls
+    pulled          a consumer holds the complete version; parked until the outcome
+    end_publish     a rank's groups are all freed; parked until the outcome
+    commit          all of them: consumers may flip, ranks get the report -- or abort, and nobody flips
+
+The thing to watch: anything that can no longer finish must `_abort`, or drop a member with `_evict`; a parked
+call returns only through those, the commit, or its own timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weightsync.actors.epochs import ConsumerMember, Epoch
+from weightsync.actors.membership import ProducerMember, ProducerTable
+from weightsync.protocol.errors import (
+    RegistrationError,
+    StaleEpochError,
+    StallError,
+    SyncAborted,
+    SyncError,
+    VersionError,
+    WeightsyncError,
+)
+from weightsync.protocol.messages import (
+    ConsumerGrant,
+    ConsumerState,
+    EpochBegin,
+    EpochGrant,
+    EpochState,
+    LayoutSnapshot,
+    ProducerGrant,
+    ProducerRegistration,
+    PullStats,
+)
+from weightsync.protocol.status import ConsumerStatus, ProducerStatus, ServiceStatus, SyncReport
+
+
+@dataclass(frozen=True)
+class RegistryOptions:
+    """How a registry is set up; `weightsync.service.Settings` documents each."""
+
+    service: str
+    transport: str
+    transport_reason: str
+    http_url: str | None = None
+    ray_address: str | None = None
+    min_consumers: int = 1
+    max_consumers: int = 64
+    num_serve_buffers: int = 2
+    gather_lookahead: int = 1
+    stall_timeout_s: float = 300.0
+    join_grace_s: float = 30.0
+    long_poll_s: float = 5.0
+
+
+@dataclass
+class _Gathering:
+    """Ranks that have called publish for a version, until all are there."""
+
+    version: int
+    ranks: set[int] = field(default_factory=set)
+    opened: Epoch | None = None
+    error: WeightsyncError | None = None
+    opening: bool = False
+
+
+class Registry:
+    """State of one service. Wrapped as a named, detached, async Ray actor by `spawn`."""
+
+    def __init__(self, options: RegistryOptions) -> None:
+        self._options = options
+        self._producers = ProducerTable()
+        self._consumers: dict[int, ConsumerMember] = {}
+        self._next_consumer_id = 0
+        self._epoch: Epoch | None = None
+        self._epoch_number = 0
+        self._newest_version: int | None = None
+        self._gathering: _Gathering | None = None
+        self._changed = asyncio.Condition()
+        self._committed = 0
+        self._aborted = 0
+        self._last_report: SyncReport | None = None
+        self._last_error: str | None = None
+        self._refusals = 0
+        self._closing = False
+        self._watches: set[asyncio.Task[None]] = set()
+
+    # -- trainer ranks --------------------------------------------------------------------------------
+
+    async def options(self) -> RegistryOptions:
+        return self._options
+
+    async def set_http_url(self, url: str | None) -> None:
+        """Told by `start` once Serve says where it listens."""
+        self._options = replace(self._options, http_url=url)
+
+    async def register_producer(self, registration: ProducerRegistration, actor: Any) -> ProducerGrant:
+        """Admit a trainer rank.
+
+        Raises:
+            RegistrationError, InvalidLayoutError: see `ProducerTable.add`. Ranks that are waiting in
+                `begin_publish` get the same error; nothing else changes.
+        """
+        self._refuse_when_closing()
+        member = ProducerMember(registration, secrets.token_hex(16), actor)
+        try:
+            self._producers.add(member, self._next_consumer_id)
+        except WeightsyncError as error:
+            self._last_error = str(error)
+            self._refusals += 1
+            if self._gathering is not None and not self._gathering.opening:
+                self._gathering.error = SyncAborted(f"rank {registration.rank} was refused: {error}")
+                self._gathering = None
+            await self._notify()
+            raise
+        task = asyncio.create_task(self._watch(registration.rank, member))
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+        await self._notify()
+        return ProducerGrant(member.token, self._producers.generation)
+
+    async def unregister_producer(self, rank: int, token: str) -> None:
+        """A trainer rank leaves; a running epoch that needs it aborts."""
+        self._check_rank(rank, token)
+        await self._drop_producer(rank, "it closed its publisher")
+
+    async def begin_publish(self, rank: int, token: str, version: int, timeout_s: float) -> EpochGrant:
+        """Wait for every rank to publish `version`, then open its epoch.
+
+        Raises:
+            VersionError: not above the newest version, or ranks disagree about it.
+            StallError: ranks or consumers are missing after `timeout_s`; the message says which.
+            SyncAborted: another rank was refused or failed meanwhile.
+        """
+        self._check_rank(rank, token)
+        deadline = time.monotonic() + timeout_s
+        await self._wait(
+            lambda: self._epoch is None or not self._epoch.open or rank not in self._epoch.ended,
+            deadline,
+            lambda: f"rank {rank}: the sync of version {self._epoch and self._epoch.version} to close",
+        )
+        gathering = self._join_gathering(rank, version)
+        await self._notify()
+        try:
+            await self._wait(
+                lambda: gathering.error is not None or self._all_arrived(gathering) or gathering.opened is not None,
+                deadline,
+                lambda: f"ranks {self._missing(gathering)} to publish version {version}",
+            )
+            if gathering.error is None and gathering.opened is None and not gathering.opening:
+                gathering.opening = True
+                await self._open(gathering, deadline)
+            await self._wait(
+                lambda: gathering.error is not None or gathering.opened is not None,
+                deadline,
+                lambda: f"the epoch of version {version} to open",
+            )
+        except WeightsyncError as error:
+            await self._give_up(gathering, error)
+        if gathering.error is not None:
+            raise gathering.error
+        assert gathering.opened is not None
+        epoch, layout = gathering.opened, self._layout()
+        return EpochGrant(
+            epoch=epoch.epoch,
+            version=version,
+            live_consumers=tuple(epoch.live),
+            groups=layout.rank_groups[rank],
+            names=layout.names,
+            group_lens=layout.group_lens,
+        )
+
+    async def end_publish(self, rank: int, token: str, epoch: int) -> SyncReport:
+        """A rank's groups are all freed; wait for the outcome.
+
+        Raises:
+            SyncAborted: the attempt was given up; the message says why.
+        """
+        self._check_rank(rank, token)
+        running = self._running(epoch)
+        running.ended.add(rank)
+        await self._settle()
+        await self._wait(
+            lambda: not running.open,
+            time.monotonic() + self._options.stall_timeout_s,
+            lambda: ", ".join(running.waiting_for()),
+        )
+        if running.state is EpochState.ABORTED:
+            raise SyncAborted(self._aborted_text(running))
+        return self._report_of(running)
+
+    async def fail_publish(self, rank: int, token: str, epoch: int, message: str) -> None:
+        """A rank gives its attempt up; the epoch aborts for everyone."""
+        self._check_rank(rank, token)
+        if self._epoch is not None and self._epoch.epoch == epoch and self._epoch.open:
+            await self._abort(f"trainer rank {rank}: {message}")
+
+    # -- inference workers ----------------------------------------------------------------------------
+
+    async def register_consumer(self, worker: str, install: str, node_id: str, pid: int) -> ConsumerGrant:
+        """Admit a worker. A new registration under a known name replaces the old one (a restart)."""
+        self._refuse_when_closing()
+        known = next((c for c in self._consumers.values() if c.worker == worker), None)
+        if known is None and len(self._consumers) >= self._options.max_consumers:
+            raise RegistrationError(
+                f"worker {worker!r}: the service holds {len(self._consumers)} workers, its limit; start it with "
+                "a larger max_consumers"
+            )
+        if known is not None:
+            await self._evict(known.consumer_id, f"replaced by process {pid}")
+        consumer_id = known.consumer_id if known else self._next_consumer_id
+        self._next_consumer_id = max(self._next_consumer_id, consumer_id + 1)
+        member = ConsumerMember(worker, consumer_id, secrets.token_hex(16), install, node_id, pid)
+        self._consumers[consumer_id] = member
+        await self._notify()
+        return ConsumerGrant(consumer_id, member.token)
+
+    async def unregister_consumer(self, consumer_id: int, token: str) -> None:
+        """A worker leaves; a running epoch goes on without it."""
+        member = self._consumers.get(consumer_id)
+        if member is None or not secrets.compare_digest(member.token, token):
+            return
+        await self._evict(consumer_id, "it left")
+        self._consumers.pop(consumer_id, None)
+        await self._notify()
+
+    async def layout(self) -> LayoutSnapshot | None:
+        """The complete model if every rank is registered, else None. Does not wait."""
+        return self._producers.layout
+
+    async def producer_actors(self, generation: int) -> list[Any]:
+        """Handles of the producer actors in rank order.
+
+        Raises:
+            StaleEpochError: the layout changed since `generation`.
+        """
+        if self._producers.layout is None or self._producers.generation != generation:
+            raise StaleEpochError(f"layout generation {generation} is gone; plan again")
+        return [self._producers.members[rank].actor for rank in range(len(self._producers.members))]
+
+    async def next_work(
+        self, consumer_id: int, token: str, generation: int, after_epoch: int
+    ) -> LayoutSnapshot | EpochBegin | None:
+        """Long poll: a layout newer than `generation` to plan, else an epoch to pull, else None."""
+        member = self._check_consumer(consumer_id, token)
+
+        def work() -> LayoutSnapshot | EpochBegin | None:
+            layout = self._producers.layout
+            if layout is not None and layout.generation > generation:
+                return layout
+            epoch = self._epoch
+            if epoch is not None and epoch.open and epoch.epoch > after_epoch and consumer_id in epoch.live:
+                return EpochBegin(epoch.epoch, epoch.version, generation)
+            return None
+
+        def anything() -> bool:
+            return self._closing or self._consumers.get(consumer_id) is not member or work() is not None
+
+        try:
+            await self._wait(anything, time.monotonic() + self._options.long_poll_s, lambda: "work")
+        except StallError:
+            return None
+        self._check_consumer(consumer_id, token)
+        self._refuse_when_closing()
+        return work()
+
+    async def planned(self, consumer_id: int, token: str, generation: int, bytes_total: int) -> None:
+        """A worker can pull this layout generation; from now on it is live in new epochs."""
+        member = self._check_consumer(consumer_id, token)
+        member.state, member.generation = ConsumerState.IDLE, generation
+        member.bytes_total, member.error = bytes_total, None
+        await self._notify()
+
+    async def plan_failed(self, consumer_id: int, token: str, generation: int, message: str) -> None:
+        """A worker cannot pull this model; it stays out of epochs until it can."""
+        member = self._check_consumer(consumer_id, token)
+        member.state, member.generation, member.error = ConsumerState.FAILED, generation, message
+        await self._evict(consumer_id, message)
+        await self._notify()
+
+    async def start_pull(self, consumer_id: int, token: str, epoch: int) -> bool:
+        """True if the epoch is still open for this worker: it may start to write."""
+        member = self._check_consumer(consumer_id, token)
+        running = self._epoch
+        if running is None or running.epoch != epoch or not running.open or consumer_id not in running.live:
+            return False
+        member.state, member.bytes_done, member.staged_version = ConsumerState.PULLING, 0, None
+        return True
+
+    async def progress(self, consumer_id: int, token: str, epoch: int, bytes_done: int, waits_for: str) -> None:
+        """Bytes in place so far, for progress bars; not part of the protocol."""
+        member = self._check_consumer(consumer_id, token)
+        if self._epoch is not None and self._epoch.epoch == epoch:
+            member.bytes_done, member.waits_for = bytes_done, waits_for
+
+    async def pulled(self, consumer_id: int, token: str, epoch: int, stats: PullStats) -> bool:
+        """A worker holds the complete version; wait for the outcome. True: committed, it may install."""
+        member = self._check_consumer(consumer_id, token)
+        running = self._epoch
+        if running is None or running.epoch != epoch or not running.open or consumer_id not in running.live:
+            member.state = ConsumerState.IDLE
+            return False
+        running.pulled[consumer_id] = stats
+        member.state, member.bytes_done = ConsumerState.PULLED, member.bytes_total
+        await self._settle()
+        await self._wait(
+            lambda: not running.open or consumer_id not in running.live,
+            time.monotonic() + self._options.stall_timeout_s,
+            lambda: ", ".join(running.waiting_for()),
+        )
+        committed = running.state is EpochState.COMMITTED and consumer_id in running.live
+        member.state = ConsumerState.IDLE
+        member.staged_version = running.version if committed else None
+        return committed
+
+    async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str) -> None:
+        """A worker's own attempt failed; survivors go on without it."""
+        member = self._check_consumer(consumer_id, token)
+        member.state, member.error = ConsumerState.IDLE, message
+        if self._epoch is not None and self._epoch.epoch == epoch:
+            await self._evict(consumer_id, message)
+
+    async def installed(self, consumer_id: int, token: str, version: int) -> None:
+        """A worker made a version visible."""
+        member = self._check_consumer(consumer_id, token)
+        member.version, member.staged_version, member.error = version, None, None
+        await self._notify()
+
+    async def explain(self, consumer_id: int, token: str) -> str:
+        """Why a worker's `sync` is still waiting, in one sentence."""
+        self._check_consumer(consumer_id, token)
+        if self._producers.world_size is None:
+            return "no trainer rank has registered"
+        if self._producers.missing_ranks:
+            return f"trainer ranks {self._producers.missing_ranks} have not registered"
+        if self._epoch is not None and self._epoch.open:
+            return f"version {self._epoch.version} is waiting for {', '.join(self._epoch.waiting_for())}"
+        return f"no sync is running; the newest version is {self._newest_version}"
+
+    async def open_version(self, consumer_id: int, token: str) -> int | None:
+        """The version of the running epoch if this worker is live in it."""
+        self._check_consumer(consumer_id, token)
+        epoch = self._epoch
+        return epoch.version if epoch is not None and epoch.open and consumer_id in epoch.live else None
+
+    # -- operators ------------------------------------------------------------------------------------
+
+    async def status(self) -> ServiceStatus:
+        """Everything worth knowing, at this moment."""
+        return ServiceStatus(
+            service=self._options.service,
+            address=self._options.ray_address,
+            transport=self._options.transport,
+            transport_reason=self._options.transport_reason,
+            http_url=self._options.http_url,
+            generation=self._producers.generation,
+            world_size=self._producers.world_size,
+            newest_version=self._newest_version,
+            epoch=self._epoch.status() if self._epoch is not None and self._epoch.open else None,
+            producers=[_producer_status(m) for _, m in sorted(self._producers.members.items())],
+            consumers=[_consumer_status(c) for _, c in sorted(self._consumers.items())],
+            syncs_committed=self._committed,
+            syncs_aborted=self._aborted,
+            last_report=self._last_report,
+            last_error=self._last_error,
+        )
+
+    async def close(self) -> None:
+        """Stop the service: abort what runs, close every producer, wake every parked call."""
+        self._closing = True
+        if self._epoch is not None and self._epoch.open:
+            await self._abort("the service is shutting down")
+        for task in list(self._watches):
+            task.cancel()
+        closing = [member.actor.close.remote() for member in self._producers.members.values()]
+        if closing:
+            await asyncio.wait([asyncio.ensure_future(_quietly(ref)) for ref in closing], timeout=5)
+        await self._notify()
+
+    # -- inside: opening and closing epochs -----------------------------------------------------------
+
+    def _join_gathering(self, rank: int, version: int) -> _Gathering:
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise VersionError(f"rank {rank}: a version is a non-negative integer, got {version!r}")
+        if self._newest_version is not None and version <= self._newest_version:
+            raise VersionError(
+                f"rank {rank}: version {version} is not above {self._newest_version}, the newest one; versions "
+                "strictly increase"
+            )
+        gathering = self._gathering
+        if gathering is None:
+            gathering = self._gathering = _Gathering(version)
+        if gathering.version != version:
+            gathering.error = VersionError(
+                f"ranks disagree about the version: ranks {sorted(gathering.ranks)} publish {gathering.version}, "
+                f"rank {rank} publishes {version}"
+            )
+            self._gathering = None
+            raise gathering.error
+        gathering.ranks.add(rank)
+        return gathering
+
+    def _missing(self, gathering: _Gathering) -> list[int]:
+        return [rank for rank in range(self._producers.world_size or 0) if rank not in gathering.ranks]
+
+    def _all_arrived(self, gathering: _Gathering) -> bool:
+        return self._producers.layout is not None and not self._missing(gathering)
+
+    async def _open(self, gathering: _Gathering, deadline: float) -> None:
+        """Pick the live consumers and open the epoch on every producer."""
+        await self._wait_for_consumers(deadline)
+        started = time.monotonic()
+        live = {c.consumer_id: c.worker for c in self._consumers.values() if c.planned}
+        self._epoch_number += 1
+        epoch = Epoch(
+            self._epoch_number, gathering.version, frozenset(self._producers.members), live, opened_at=started
+        )
+        actors = [member.actor for member in self._producers.members.values()]
+        try:
+            await asyncio.gather(*(actor.begin_sync.remote(epoch.epoch, tuple(live)) for actor in actors))
+        except Exception as error:
+            raise SyncAborted(f"a producer could not open epoch {epoch.epoch}: {error}") from error
+        epoch.begin_seconds = time.monotonic() - started
+        self._epoch, self._gathering, gathering.opened = epoch, None, epoch
+        await self._notify()
+
+    async def _wait_for_consumers(self, deadline: float) -> None:
+        """At least `min_consumers` that can pull; those still planning get `join_grace_s` to finish."""
+
+        def planned() -> int:
+            return sum(c.planned for c in self._consumers.values())
+
+        def planning() -> list[str]:
+            generation = self._producers.generation
+            return [
+                c.worker
+                for c in self._consumers.values()
+                if c.state is ConsumerState.PLANNING or c.generation < generation
+            ]
+
+        grace = min(deadline, time.monotonic() + self._options.join_grace_s)
+        try:
+            await self._wait(lambda: not planning(), grace, lambda: f"workers {planning()} to plan")
+        except StallError as error:
+            self._last_error = str(error)
+        failed = [f"{c.worker}: {c.error}" for c in self._consumers.values() if c.state is ConsumerState.FAILED]
+        await self._wait(
+            lambda: planned() >= max(self._options.min_consumers, 1),
+            deadline,
+            lambda: (
+                f"{self._options.min_consumers} inference worker(s) to join; {planned()} can pull now"
+                + (f" ({'; '.join(failed)})" if failed else "")
+            ),
+        )
+
+    async def _give_up(self, gathering: _Gathering, error: WeightsyncError) -> None:
+        if gathering.opened is None and gathering.error is None:
+            gathering.error = error
+            self._last_error = str(error)
+        if self._gathering is gathering:
+            self._gathering = None
+        await self._notify()
+
+    async def _settle(self) -> None:
+        """Commit the running epoch if everybody has finished."""
+        epoch = self._epoch
+        if epoch is not None and epoch.open and epoch.complete:
+            epoch.close(EpochState.COMMITTED)
+            self._newest_version = epoch.version
+            self._committed += 1
+            self._last_report = self._report_of(epoch)
+        await self._notify()
+
+    async def _evict(self, consumer_id: int, reason: str) -> None:
+        """Take a consumer out of the running epoch; the last one to go aborts it."""
+        epoch = self._epoch
+        if epoch is None or not epoch.open or not epoch.evict(consumer_id, reason):
+            return
+        if not epoch.live:
+            await self._abort("; ".join(f"worker {w}: {why}" for w, why in epoch.evicted.items()))
+            return
+        for member in self._producers.members.values():
+            member.actor.evict.remote(consumer_id, epoch.epoch)
+        await self._settle()
+
+    async def _abort(self, reason: str) -> None:
+        epoch = self._epoch
+        if epoch is None or not epoch.open:
+            return
+        epoch.close(EpochState.ABORTED, reason)
+        self._aborted += 1
+        self._last_error = self._aborted_text(epoch)
+        for member in self._producers.members.values():
+            member.actor.fail.remote(self._aborted_text(epoch))
+        await self._notify()
+
+    async def _drop_producer(self, rank: int, why: str) -> None:
+        self._producers.remove(rank)
+        if self._epoch is not None and self._epoch.open:
+            await self._abort(f"trainer rank {rank}: {why}")
+        if self._gathering is not None and not self._gathering.opening:
+            self._gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
+            self._gathering = None
+        await self._notify()
+
+    async def _watch(self, rank: int, member: ProducerMember) -> None:
+        """Parked on a producer actor; its death ends the call within milliseconds."""
+        try:
+            await member.actor.watch.remote()
+        except Exception as error:
+            why = f"its producer died ({type(error).__name__})"
+        else:
+            why = "its producer was closed"
+        if self._producers.members.get(rank) is member and not self._closing:
+            await self._drop_producer(rank, why)
+
+    # -- inside: small things -------------------------------------------------------------------------
+
+    def _layout(self) -> LayoutSnapshot:
+        layout = self._producers.layout
+        if layout is None:
+            raise SyncError(f"trainer ranks {self._producers.missing_ranks} are not registered")
+        return layout
+
+    def _running(self, epoch: int) -> Epoch:
+        if self._epoch is None or self._epoch.epoch != epoch:
+            raise StaleEpochError(f"epoch {epoch} is not the newest one ({self._epoch_number})")
+        return self._epoch
+
+    def _report_of(self, epoch: Epoch) -> SyncReport:
+        mode = next(iter(self._producers.members.values())).registration.mode
+        return epoch.report(self._options.service, mode, self._options.transport)
+
+    @staticmethod
+    def _aborted_text(epoch: Epoch) -> str:
+        return f"version {epoch.version} (epoch {epoch.epoch}) was aborted: {epoch.error}"
+
+    def _check_rank(self, rank: int, token: str) -> None:
+        self._refuse_when_closing()
+        member = self._producers.members.get(rank)
+        if member is None or not secrets.compare_digest(member.token, token):
+            raise RegistrationError(f"rank {rank} is not registered with this token; make a new Publisher")
+
+    def _check_consumer(self, consumer_id: int, token: str) -> ConsumerMember:
+        self._refuse_when_closing()
+        member = self._consumers.get(consumer_id)
+        if member is None or not secrets.compare_digest(member.token, token):
+            raise RegistrationError(
+                f"consumer {consumer_id} is not registered with this token (left, or replaced by a process that "
+                "registered the same worker name)"
+            )
+        return member
+
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise SyncAborted(f"service {self._options.service!r} is shutting down")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, done: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
+        """Park until `done()`; every change of state re-evaluates it.
+
+        Raises:
+            StallError: the deadline passed first.
+        """
+        async with self._changed:
+            while not done():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise StallError(f"waited in vain for {what()}")
+                try:
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+                except TimeoutError:
+                    continue
+
+
+async def _quietly(ref: Any) -> None:
+    try:
+        await ref
+    except Exception:
+        return
+
+
+def _producer_status(member: ProducerMember) -> ProducerStatus:
+    r = member.registration
+    held = sum(tensor.held_bytes for tensor in r.table)
+    return ProducerStatus(rank=r.rank, mode=r.mode, node_id=r.node_id, pid=r.pid, bytes_held=held)
+
+
+def _consumer_status(c: ConsumerMember) -> ConsumerStatus:
+    return ConsumerStatus(
+        worker=c.worker,
+        consumer_id=c.consumer_id,
+        state=c.state,
+        install=c.install,
+        version=c.version,
+        staged_version=c.staged_version,
+        ready=c.version is not None,
+        bytes_done=c.bytes_done,
+        bytes_total=c.bytes_total,
+        node_id=c.node_id,
+        pid=c.pid,
+        error=c.error,
+    )

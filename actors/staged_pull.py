@@ -1,0 +1,198 @@
+"""Staged mode: producers pack slices of gathered groups into serve slots; one read each, then scatter.
+
+Planned once: `build_pull_plan` cuts the worker's copies into chunks, one per gather group and owner class.
+Per version at most K chunks per producer are under way, because slot `seq % K` may be repacked as soon as its
+next request is issued (I4). Every gather group is signalled exactly once at every owner of any of its names:
+at the start if the worker pulls nothing from it, else after its last chunk (I6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from weightsync.actors.destinations import Destinations
+from weightsync.actors.live_pull import _timed
+from weightsync.actors.transport import Peer, ReadContext, Transport
+from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.dtypes import dtype_from_name
+from weightsync.protocol.messages import LayoutSnapshot, PullStats
+from weightsync.protocol.pull_plan import Chunk, build_pull_plan, plan_digest
+from weightsync.protocol.routing import Router
+
+
+@dataclass(frozen=True)
+class _Issued:
+    """A chunk whose packing was asked for."""
+
+    chunk: Chunk
+    reply: Any
+
+
+class StagedPull:
+    """A prepared staged pull of one worker; arguments as `LivePull`."""
+
+    def __init__(
+        self,
+        layout: LayoutSnapshot,
+        copies: Sequence[RecordedCopy],
+        destinations: Destinations,
+        transport: Transport,
+        peers: Sequence[Peer],
+        consumer_id: int,
+        num_slots: int,
+    ) -> None:
+        self._destinations = destinations
+        self._transport = transport
+        self._num_slots = num_slots
+        plan = _plan(layout, copies, consumer_id)
+        self._pre_free = plan.pre_free
+        self._chunks = plan.chunks
+        self._recv = self._make_receive_slots()
+        self._peers = self._reserve(peers, consumer_id)
+        self.bytes_total = sum(_payload(chunk) for chunk in self._chunks)
+        dtype_of = {meta.name: dtype_from_name(meta.dtype) for meta in layout.manifest}
+        self.bytes_needed = sum(
+            torch.Size(copy.dest_shape).numel() * dtype_of[copy.src_name].itemsize for copy in copies
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(slot.numel() for slots in self._recv.values() for slot in slots)
+
+    def run(
+        self,
+        context: ReadContext,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+        on_wait: Callable[[str], None] = lambda what: None,
+    ) -> PullStats:
+        """Pull one version. Returns when every byte is in place and every owner has its free signals."""
+        started = time.monotonic()
+        phases = {"pull": 0.0, "scatter": 0.0, "free": 0.0}
+        signals = self._free(self._pre_free, context)
+        moved = 0
+        for issued in self._in_order(context):
+            chunk = issued.chunk
+            on_wait(f"rank {chunk.owner} to pack slot {chunk.seq}")
+            with _timed(phases, "pull"):
+                slot = self._recv[chunk.owner][chunk.seq % self._num_slots]
+                self._transport.fetch_slot(self._peers[chunk.owner], ray.get(issued.reply), slot, context)
+            with _timed(phases, "scatter"):
+                self._scatter(chunk, slot)
+            moved += _payload(chunk)
+            on_bytes(_payload(chunk))
+            signals += self._free(chunk.free, context)
+        with _timed(phases, "free"):
+            on_wait("free signals to arrive")
+            ray.get(signals)
+        return PullStats(moved, self.bytes_needed, time.monotonic() - started, phases)
+
+    def close(self) -> None:
+        """Drop the receive slots."""
+        self._recv = {}
+
+    # -- planning -------------------------------------------------------------------------------------
+
+    def _make_receive_slots(self) -> dict[int, list[torch.Tensor]]:
+        """Per owner K slots of the size of its largest chunk."""
+        largest: dict[int, int] = defaultdict(int)
+        for chunk in self._chunks:
+            largest[chunk.owner] = max(largest[chunk.owner], chunk.pack_bytes)
+        slots = {
+            owner: [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self._num_slots)]
+            for owner, nbytes in largest.items()
+        }
+        for ring in slots.values():
+            self._transport.register(ring)
+        return slots
+
+    def _reserve(self, peers: Sequence[Peer], consumer_id: int) -> dict[int, Peer]:
+        """Tell every owner the plan and the slot size; connect to the memory it reserved."""
+        requests: dict[int, list[Any]] = defaultdict(list)
+        for chunk in self._chunks:
+            requests[chunk.owner].append(tuple(chunk.keys))
+        reserved = {
+            owner: peers[owner].actor.reserve.remote(
+                consumer_id, self._recv[owner][0].numel(), plan_digest(sum(keys, ())), tuple(keys)
+            )
+            for owner, keys in requests.items()
+        }
+        connected = {peer.rank: peer for peer in peers}
+        for owner, reply in reserved.items():
+            connected[owner] = Peer(owner, owner, ray.get(reply), peers[owner].actor)
+            self._transport.connect(connected[owner])
+        return connected
+
+    # -- one version ----------------------------------------------------------------------------------
+
+    def _in_order(self, context: ReadContext) -> Any:
+        """Chunks in plan order, the next ones asked for ahead, at most K under way per owner."""
+        waiting = deque(self._chunks)
+        issued: deque[_Issued] = deque()
+        under_way: dict[int, int] = defaultdict(int)
+        while waiting or issued:
+            while waiting and under_way[waiting[0].owner] < self._num_slots:
+                chunk = waiting.popleft()
+                under_way[chunk.owner] += 1
+                reply = self._peers[chunk.owner].actor.serve.remote(context.consumer_id, chunk.seq, context.epoch)
+                issued.append(_Issued(chunk, reply))
+            head = issued.popleft()
+            yield head
+            under_way[head.chunk.owner] -= 1
+
+    @torch.no_grad()
+    def _scatter(self, chunk: Chunk, slot: torch.Tensor) -> None:
+        for key, copy in chunk.scatters:
+            offset, shape, dtype = chunk.pack_layout[key]
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            self._destinations.view_of(copy).copy_(slot[offset : offset + nbytes].view(dtype).view(shape))
+
+    def _free(self, signals: Any, context: ReadContext) -> list[Any]:
+        return [
+            self._peers[owner].actor.free_groups.remote((group,), context.consumer_id, context.epoch)
+            for group, owners in signals
+            for owner in owners
+        ]
+
+
+def _plan(layout: LayoutSnapshot, copies: Sequence[RecordedCopy], consumer_id: int) -> Any:
+    """The chunks of this worker; owner sets follow from which rank holds which name."""
+    held = [set(producer.held_names) for producer in layout.producers]
+    owner_sets: list[tuple[int, ...]] = []
+    owner_class: dict[str, int] = {}
+    for name in layout.names:
+        owners = tuple(rank for rank, names in enumerate(held) if name in names)
+        if owners not in owner_sets:
+            owner_sets.append(owners)
+        owner_class[name] = owner_sets.index(owners)
+    router = Router(
+        len(layout.producers),
+        max(layout.num_consumers, consumer_id + 1),
+        owner_sets=owner_sets,
+        name_owner_class=owner_class,
+        names=list(layout.names),
+        group_lens=list(layout.group_lens),
+    )
+    copies_by_name: dict[str, list[RecordedCopy]] = defaultdict(list)
+    for copy in copies:
+        copies_by_name[copy.src_name].append(copy)
+    return build_pull_plan(
+        copies_by_name,
+        names=list(layout.names),
+        group_lens=list(layout.group_lens),
+        name_meta={meta.name: (meta.dtype, meta.shape) for meta in layout.manifest},
+        live_names=set(copies_by_name),
+        router=router,
+        consumer_id=consumer_id,
+    )
+
+
+def _payload(chunk: Chunk) -> int:
+    """Bytes of the chunk's slices, without the alignment between them."""
+    return sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in chunk.pack_layout)

@@ -1,0 +1,1 @@
+"""What all parties agree on. Pure: no Ray, no NIXL, no sockets."""

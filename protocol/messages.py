@@ -1,0 +1,146 @@
+"""What crosses a process boundary: descriptions of members, grants, and the signals of one sync.
+
+Frozen dataclasses, so a message cannot be changed on its way. The thing to watch: `addr` values are only
+meaningful in the address space of the session that published them; nobody but that session's transport may
+dereference them. The registry carries these messages and never touches tensor bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from weightsync.protocol.shards import PublishedTensor
+
+
+class PublishMode(StrEnum):
+    """How a trainer rank makes its weights readable (design: publish modes)."""
+
+    LIVE = "live"
+    STAGED = "staged"
+
+
+class InstallMode(StrEnum):
+    """Where an inference worker pulls to, and so when a version becomes visible."""
+
+    SHADOW = "shadow"
+    IN_PLACE = "in_place"
+
+
+class ConsumerState(StrEnum):
+    """Life of one consumer as the registry sees it."""
+
+    PLANNING = "planning"
+    IDLE = "idle"
+    PULLING = "pulling"
+    PULLED = "pulled"
+    FAILED = "failed"
+
+
+class EpochState(StrEnum):
+    """Life of one attempt to sync a version."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """One logical tensor of the model, as every rank must agree on it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    alias_of: str | None = None
+    """The canonical name whose memory this name shares (tied weights); None for a canonical name."""
+
+
+@dataclass(frozen=True)
+class ProducerRegistration:
+    """What a trainer rank says about itself when it joins.
+
+    In live mode `table` lists the rank's shards by address; in staged mode it is empty and `held_names`
+    lists the names the rank will yield in full, group by group.
+    """
+
+    rank: int
+    world_size: int
+    mode: PublishMode
+    manifest: tuple[TensorMeta, ...]
+    table: tuple[PublishedTensor, ...]
+    held_names: tuple[str, ...]
+    agent_name: str
+    agent_metadata: bytes
+    transport: str
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class ProducerGrant:
+    """The registry's answer to a producer: its token, and how the service is set up."""
+
+    token: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class LayoutSnapshot:
+    """Everything a consumer needs to plan: one complete, checked set of producer registrations."""
+
+    generation: int
+    mode: PublishMode
+    transport: str
+    names: tuple[str, ...]
+    """Canonical names in group-major order."""
+    group_lens: tuple[int, ...]
+    manifest: tuple[TensorMeta, ...]
+    producers: tuple[ProducerRegistration, ...]
+    """In rank order; a producer's index in this tuple is its session and its owner index."""
+    rank_groups: tuple[tuple[int, ...], ...]
+    """Per rank, the gather groups it holds any byte of: whom a consumer must send which free signals."""
+    num_consumers: int
+    """Consumers known when the layout was completed; staged pulls spread over producers by it."""
+
+
+@dataclass(frozen=True)
+class EpochGrant:
+    """Told to a trainer rank when its epoch opened."""
+
+    epoch: int
+    version: int
+    live_consumers: tuple[int, ...]
+    groups: tuple[int, ...]
+    """Gather groups this rank holds any byte of."""
+    names: tuple[str, ...]
+    """All canonical names in group-major order, and `group_lens`: what a staged publish walks through."""
+    group_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EpochBegin:
+    """Told to a consumer when an epoch opened that it is live in."""
+
+    epoch: int
+    version: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class ConsumerGrant:
+    """The registry's answer to a consumer: its fleet-wide id and its token."""
+
+    consumer_id: int
+    token: str
+
+
+@dataclass(frozen=True)
+class PullStats:
+    """What one consumer measured in one epoch. Bytes are counted where they land, after the transport."""
+
+    bytes_wire: int
+    bytes_needed: int
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase: `pull` (reads, and what overlaps them), `scatter`, `free`."""

@@ -1,0 +1,99 @@
+"""What people and scripts are told: the report of one sync, and the state of a service.
+
+Pydantic models, because they leave the program as JSON. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weightsync.protocol.messages import ConsumerState, EpochState, PublishMode
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WorkerPull(_Report):
+    """What one inference worker moved in one sync."""
+
+    bytes_wire: int = Field(description="bytes that crossed the transport")
+    bytes_needed: int = Field(description="bytes of the worker's parameters that the model provides")
+    seconds: float = Field(description="from begin to the last byte in place")
+    phases: dict[str, float] = Field(default_factory=dict, description="seconds per phase on this worker")
+
+
+class SyncReport(_Report):
+    """The outcome of one published version; the same on every trainer rank.
+
+    `installed` lists the workers that hold the complete version: in shadow mode it is staged beside the live
+    parameters and becomes visible at the worker's next `sync()`, in in_place mode it is visible already.
+    """
+
+    service: str
+    version: int
+    epoch: int
+    mode: PublishMode
+    transport: str
+    bytes: int = Field(description="bytes on the wire, all workers together")
+    needed_bytes: int = Field(description="bytes the workers hold of this model, all workers together")
+    seconds: float = Field(description="from the last rank's publish call to the commit")
+    phases: dict[str, float] = Field(
+        description="seconds: begin (epoch open on every producer), pull, scatter and free (the slowest "
+        "worker's), commit (the rest)"
+    )
+    gbytes_per_second: float = Field(description="bytes / seconds / 1e9")
+    installed: list[str]
+    evicted: list[str]
+    workers: dict[str, WorkerPull]
+
+
+class ProducerStatus(_Report):
+    rank: int
+    mode: PublishMode
+    node_id: str
+    pid: int
+    bytes_held: int
+
+
+class ConsumerStatus(_Report):
+    worker: str
+    consumer_id: int
+    state: ConsumerState
+    install: str
+    version: int | None = Field(description="version that requests see; None before the first install")
+    staged_version: int | None = Field(description="complete version beside the live one, if any")
+    ready: bool
+    bytes_done: int
+    bytes_total: int
+    node_id: str
+    pid: int
+    error: str | None = None
+
+
+class EpochStatus(_Report):
+    epoch: int
+    version: int
+    state: EpochState
+    seconds: float
+    waiting_for: list[str] = Field(description="members that have not finished, in words")
+
+
+class ServiceStatus(_Report):
+    """The state of a service at one moment."""
+
+    service: str
+    address: str | None = Field(description="Ray address")
+    transport: str
+    transport_reason: str
+    http_url: str | None
+    generation: int = Field(description="counts changes of the trainer layout")
+    world_size: int | None
+    newest_version: int | None
+    epoch: EpochStatus | None
+    producers: list[ProducerStatus]
+    consumers: list[ConsumerStatus]
+    syncs_committed: int
+    syncs_aborted: int
+    last_report: SyncReport | None
+    last_error: str | None

@@ -1,0 +1,184 @@
+"""Start a service, find it, ask it, stop it.
+
+`start` is idempotent: a second call with the same name attaches. The thing to watch: a Ray that `start` had to
+launch itself belongs to this process; `shutdown` of the handle that launched it ends it too, one that was
+running before is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import ray
+
+from weightsync.actors.registry import RegistryOptions
+from weightsync.actors.spawn import NAMESPACE, call, find_registry, registry_name, spawn_registry
+from weightsync.actors.transport import choose_transport
+from weightsync.protocol.errors import RegistrationError
+from weightsync.protocol.status import ServiceStatus
+from weightsync.service.serving import deploy_ingress, remove_ingress
+from weightsync.service.settings import Settings
+
+log = logging.getLogger("weightsync")
+
+
+class ServiceNotFoundError(RegistrationError):
+    """No service of that name runs on the cluster."""
+
+
+class ServiceHandle:
+    """A running service.
+
+    Example:
+        >>> handle = start("demo")             # doctest: +SKIP
+        >>> handle.status().newest_version     # doctest: +SKIP
+        3
+        >>> handle.shutdown()                  # doctest: +SKIP
+    """
+
+    def __init__(self, name: str, registry: Any, owns_ray: bool = False) -> None:
+        self.name = name
+        self.registry = registry
+        self._owns_ray = owns_ray
+
+    def status(self, timeout_s: float = 30.0) -> ServiceStatus:
+        """The service's state at this moment.
+
+        Raises:
+            ServiceNotFoundError: the registry is gone.
+        """
+        try:
+            return call(self.registry.status.remote(), timeout_s)
+        except ray.exceptions.RayActorError as error:
+            raise ServiceNotFoundError(f"service {self.name!r} is not running any more") from error
+
+    def shutdown(self) -> None:
+        """Stop the service: running syncs abort, HTTP, producers and registry end. Idempotent.
+
+        Members that are still alive get an error at their next call. A Ray that `start` launched ends too.
+        """
+        with contextlib.suppress(Exception):
+            call(self.registry.close.remote(), timeout_s=10)
+        with contextlib.suppress(Exception):
+            remove_ingress(self.name)
+        with contextlib.suppress(Exception):
+            ray.kill(self.registry)
+        if self._owns_ray:
+            self._owns_ray = False
+            ray.shutdown()
+
+    def __enter__(self) -> ServiceHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+
+def start(name: str = "default", address: str | None = None, settings: Settings | None = None) -> ServiceHandle:
+    """Deploy a service on the running Ray, or on a new local one; attach if it runs already.
+
+    Args:
+        name: several services of different names run side by side on one Ray.
+        address: Ray address; None takes the connected or running cluster, else launches a local one.
+        settings: None takes environment variables and defaults. An existing service keeps its own.
+
+    Raises:
+        TransportUnavailableError: NIXL is demanded but does not import; the message carries the remedy.
+        ValueError: a name that cannot be part of an actor name or URL.
+        ConnectionError: nothing answers at `address`.
+    """
+    _check_name(name)
+    settings = settings or Settings()
+    transport, reason = choose_transport(settings.transport)
+    owns_ray = _ensure_ray(address)
+    try:
+        existing = find_registry(name)
+        if existing is not None:
+            return ServiceHandle(name, existing, owns_ray)
+        return _deploy(name, settings, transport, reason, owns_ray)
+    except BaseException:
+        if owns_ray:
+            ray.shutdown()
+        raise
+
+
+def connect(name: str = "default", address: str | None = None) -> ServiceHandle:
+    """Attach to a running service.
+
+    Raises:
+        ServiceNotFoundError: no service of that name.
+        ConnectionError: no Ray cluster is running.
+    """
+    _check_name(name)
+    if not ray.is_initialized():
+        _connect_ray(address or "auto")
+    registry = find_registry(name)
+    if registry is None:
+        running = ", ".join(list_services()) or "none"
+        raise ServiceNotFoundError(
+            f"no service {name!r} on this Ray cluster (running: {running}); start it with `weightsync up --name "
+            f"{name}` or weightsync.service.start({name!r})"
+        )
+    return ServiceHandle(name, registry)
+
+
+def list_services() -> list[str]:
+    """Names of the services on the connected cluster."""
+    prefix, suffix = registry_name("\0").split("\0")
+    return sorted(
+        actor["name"][len(prefix) : -len(suffix)]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and actor["name"].endswith(suffix)
+    )
+
+
+def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray: bool) -> ServiceHandle:
+    options = RegistryOptions(
+        service=name,
+        transport=transport,
+        transport_reason=reason,
+        ray_address=ray.get_runtime_context().gcs_address,
+        min_consumers=settings.min_consumers,
+        max_consumers=settings.max_consumers,
+        num_serve_buffers=settings.num_serve_buffers,
+        gather_lookahead=settings.gather_lookahead,
+        stall_timeout_s=settings.stall_timeout_s,
+        join_grace_s=settings.join_grace_s,
+        long_poll_s=settings.long_poll_s,
+    )
+    registry = spawn_registry(options)
+    handle = ServiceHandle(name, registry, owns_ray)
+    try:
+        call(registry.status.remote())
+        call(registry.set_http_url.remote(deploy_ingress(name, settings)))
+    except BaseException:
+        handle.shutdown()
+        raise
+    return handle
+
+
+def _ensure_ray(address: str | None) -> bool:
+    """Connect to Ray; True if this call launched it."""
+    if ray.is_initialized():
+        return False
+    if address is not None:
+        _connect_ray(address)
+        return False
+    try:
+        _connect_ray("auto")
+    except ConnectionError:
+        log.info("no Ray cluster is running; launching a local one")
+        ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, include_dashboard=False)
+        return True
+    return False
+
+
+def _connect_ray(address: str) -> None:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+def _check_name(name: str) -> None:
+    if not name or not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
+        raise ValueError(f"a service name is made of ASCII letters, digits, - and _; got {name!r}")

@@ -1,0 +1,135 @@
+"""The `weightsync` command: demo, up, down, status.
+
+Exit codes: 0 success, 1 the thing asked for failed, 2 wrong usage, 130 interrupted. With `--json`, standard
+output holds JSON and nothing else; everything for people goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from weightsync.protocol.errors import WeightsyncError
+
+app = typer.Typer(
+    help="Weight synchronisation for RL post-training on Ray.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+Name = Annotated[str, typer.Option("--name", "-n", help="service name")]
+Address = Annotated[str | None, typer.Option("--address", help="Ray address; default: the running cluster")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
+
+_err = Console(stderr=True, highlight=False)
+
+
+@app.command()
+def demo(
+    size: Annotated[str, typer.Option(help="tiny, small or base (Qwen2.5-0.5B's shape)")] = "base",
+    versions: Annotated[int, typer.Option(min=1, help="versions to train and publish")] = 5,
+    mode: Annotated[str, typer.Option(help="live or staged")] = "live",
+    install: Annotated[str, typer.Option(help="shadow or in_place")] = "shadow",
+    transport: Annotated[str | None, typer.Option(help="auto, nixl or object_store")] = None,
+    json_output: Json = False,
+) -> None:
+    """Train a real model on two FSDP2 ranks and watch two tensor-parallel workers follow, bit for bit."""
+    try:
+        from weightsync.service.demo.run import run_demo
+    except ImportError as error:
+        raise _Refused(f"the demo needs the `demo` extra ({error}); run `pip install 'weightsync[demo]'`") from error
+    raise typer.Exit(
+        run_demo(
+            size=size, versions=versions, mode=mode, install=install, transport=transport, json_output=json_output
+        )
+    )
+
+
+@app.command()
+def up(
+    name: Name = "default",
+    address: Address = None,
+    transport: Annotated[str | None, typer.Option(help="auto, nixl or object_store")] = None,
+    http_host: Annotated[str | None, typer.Option(help="address the HTTP ingress binds to")] = None,
+    http_port: Annotated[int | None, typer.Option(help="port of the HTTP ingress; 0 picks a free one")] = None,
+    json_output: Json = False,
+) -> None:
+    """Start a service, and a local Ray cluster if none is running; attach if the service runs already."""
+    from weightsync.service.api import start
+    from weightsync.service.local_ray import ensure_cluster
+    from weightsync.service.settings import Settings
+
+    given = {"transport": transport, "http_host": http_host, "http_port": http_port}
+    settings = Settings(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+    with _err.status("connecting to Ray ..."):
+        launched = address is None and ensure_cluster()
+    with _err.status(f"starting service {name} ..."):
+        status = start(name, address, settings).status()
+    if json_output:
+        _print_json(status.model_dump(mode="json"))
+        return
+    _err.print(
+        f"service [bold]{name}[/] is up: {status.http_url} (transport {status.transport}: {status.transport_reason})"
+    )
+    if launched:
+        _err.print("a local Ray cluster was started for it; `weightsync down` of the last service stops it again")
+
+
+@app.command()
+def down(name: Name = "default", address: Address = None, json_output: Json = False) -> None:
+    """Stop a service; stops the local Ray cluster too if `up` launched it and no service is left."""
+    from weightsync.service.api import connect, list_services
+    from weightsync.service.local_ray import stop_launched_cluster
+
+    connect(name, address).shutdown()
+    stopped = not list_services() and stop_launched_cluster()
+    if json_output:
+        _print_json({"service": name, "stopped_ray": stopped})
+    else:
+        _err.print(f"service [bold]{name}[/] is down" + ("; its local Ray cluster is stopped" if stopped else ""))
+
+
+@app.command()
+def status(name: Name = "default", address: Address = None, json_output: Json = False) -> None:
+    """Show a service: versions, members, and a running sync."""
+    from weightsync.service.api import connect
+    from weightsync.service.status_view import render
+
+    state = connect(name, address).status()
+    if json_output:
+        _print_json(state.model_dump(mode="json"))
+    else:
+        Console().print(render(state))
+
+
+class _Refused(WeightsyncError):
+    """A command cannot do what was asked; the message says what to do."""
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def main() -> None:
+    """Entry point: errors become one line and an exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except KeyboardInterrupt:
+        _err.print("Interrupted.")
+        raise SystemExit(130) from None
+    except ValidationError as error:
+        for problem in error.errors():
+            _err.print(f"[red]error:[/] {'.'.join(map(str, problem['loc']))}: {problem['msg']}", soft_wrap=True)
+        raise SystemExit(2) from None
+    except (WeightsyncError, ConnectionError, ValueError) as error:
+        _err.print(f"[red]error:[/] {error}", soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

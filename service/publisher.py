@@ -1,0 +1,330 @@
+"""The trainer's side: `Publisher` turns one rank's weights into versions.
+
+One call per version on every rank:
+
+    begin   the registry waits for all ranks, opens the epoch, and says so to producers and consumers
+    serve   live: the rank's memory is read where it lies, by the transport, not by this thread
+            staged: this thread gathers group after group into the export ring, at most L + 1 resident
+    end     the registry waits for every consumer, commits, and reports
+
+The thing to watch: in live mode the trainer must not write its parameters until `publish` returns, and they
+must still lie where they lay at registration; that is checked at each publish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from weightsync.actors.export_ring import ExportRing, ShardMirror
+from weightsync.actors.interfaces import LocalShard, WeightSource, iter_groups
+from weightsync.actors.producer_actor import ProducerOptions
+from weightsync.actors.registry import RegistryOptions
+from weightsync.actors.spawn import call, spawn_producer, this_node
+from weightsync.actors.transport import Transport, create_transport
+from weightsync.protocol.dtypes import dtype_name
+from weightsync.protocol.errors import InvalidLayoutError, RegistrationError, SyncError
+from weightsync.protocol.messages import EpochGrant, ProducerRegistration, PublishMode, TensorMeta
+from weightsync.protocol.shards import PublishedShard, PublishedTensor
+from weightsync.protocol.status import SyncReport
+from weightsync.service.api import ServiceHandle, connect
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where one shard lay at registration."""
+
+    addr: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Publisher:
+    """Publishes one trainer rank.
+
+    Args:
+        service: name of a running service, or its handle.
+        rank: this trainer rank, from 0.
+        world_size: ranks that publish together.
+        source: what this rank holds.
+        mode: `live` reads the trainer's own memory; `staged` gathers groups through a bounded export ring.
+
+    Raises:
+        ServiceNotFoundError: no such service.
+        RegistrationError, InvalidLayoutError: this rank contradicts itself or others; nothing was changed.
+
+    Example:
+        >>> pub = Publisher("demo", rank=0, world_size=1, source=ModuleSource(model))  # doctest: +SKIP
+        >>> pub.publish(1).gbytes_per_second                                           # doctest: +SKIP
+        2.9
+    """
+
+    def __init__(
+        self,
+        service: str | ServiceHandle,
+        rank: int,
+        world_size: int,
+        source: WeightSource,
+        mode: str | PublishMode = PublishMode.LIVE,
+    ) -> None:
+        self._mode = _mode(mode)
+        self._rank = rank
+        self._world_size = world_size
+        self._source = source
+        handle = connect(service) if isinstance(service, str) else service
+        self._registry = handle.registry
+        self._options: RegistryOptions = call(self._registry.options.remote())
+        self._manifest = source.manifest()
+        _check_manifest(rank, self._manifest)
+        self._transport: Transport | None = None
+        self._mirror: ShardMirror | None = None
+        self._ring: ExportRing | None = None
+        self._actor: Any = None
+        self._token: str | None = None
+        self._closed = False
+        try:
+            self._register()
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, version: int, timeout: float | None = None) -> SyncReport:
+        """Publish a version; returns when every live consumer holds it.
+
+        Args:
+            version: strictly above every earlier one, the same on every rank.
+            timeout: seconds to wait for the other ranks and for consumers to join; None takes the service's
+                stall timeout. Once the sync runs, the stall watchdog bounds it.
+
+        Raises:
+            VersionError: the version does not increase, or ranks disagree.
+            StallError: ranks or consumers are missing; the message says which.
+            SyncAborted: the attempt was given up for everyone; the message says why.
+            SyncError: a parameter does not lie any more where it did.
+        """
+        self._refuse_if_closed()
+        self._check_placements()
+        timeout_s = self._options.stall_timeout_s if timeout is None else timeout
+        grant = call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
+        try:
+            if self._mode is PublishMode.LIVE:
+                self._serve_live(grant)
+            else:
+                self._serve_staged(grant)
+            return call(self._registry.end_publish.remote(self._rank, self._token, grant.epoch))
+        except BaseException as error:
+            self._give_up(grant, error)
+            raise
+
+    def close(self) -> None:
+        """Leave the service, end the producer actor, release registrations and shared memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._token is not None:
+            with contextlib.suppress(Exception):
+                call(self._registry.unregister_producer.remote(self._rank, self._token), timeout_s=5)
+        if self._actor is not None:
+            with contextlib.suppress(Exception):
+                call(self._actor.close.remote(), timeout_s=5)
+            with contextlib.suppress(Exception):
+                ray.kill(self._actor)
+        for owned in (self._transport, self._mirror, self._ring):
+            if owned is not None:
+                owned.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- joining --------------------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        """Make this rank's memory readable, spawn its producer, and join."""
+        self._check_vacancy()
+        nonce = secrets.token_hex(4)
+        agent_name = f"{self._options.service}:rank{self._rank}:{nonce}"
+        self._transport = create_transport(self._options.transport, agent_name)
+        held = self._source.held_names()
+        self._actor = spawn_producer(
+            self._options.service,
+            self._rank,
+            nonce,
+            ProducerOptions(
+                agent_name=f"{agent_name}:producer",
+                transport=self._options.transport,
+                served_names=held,
+                num_serve_buffers=self._options.num_serve_buffers,
+                gather_lookahead=self._options.gather_lookahead,
+                stall_timeout_s=self._options.stall_timeout_s,
+            ),
+            self._options.max_consumers,
+        )
+        table = self._expose_shards(agent_name) if self._mode is PublishMode.LIVE else ()
+        registration = ProducerRegistration(
+            rank=self._rank,
+            world_size=self._world_size,
+            mode=self._mode,
+            manifest=self._manifest,
+            table=table,
+            held_names=held,
+            agent_name=agent_name,
+            agent_metadata=self._transport.metadata(),
+            transport=self._options.transport,
+            node_id=this_node(),
+            pid=os.getpid(),
+        )
+        self._token = call(self._registry.register_producer.remote(registration, self._actor)).token
+
+    def _check_vacancy(self) -> None:
+        """Refuse a taken rank before an actor is spawned for it."""
+        for producer in call(self._registry.status.remote()).producers:
+            if producer.rank == self._rank:
+                raise RegistrationError(
+                    f"rank {self._rank} is claimed twice: process {producer.pid} on node {producer.node_id[:8]} "
+                    f"publishes it, process {os.getpid()} asks for it; close the first Publisher, or give this one "
+                    "its own rank"
+                )
+
+    def _expose_shards(self, agent_name: str) -> tuple[PublishedTensor, ...]:
+        """Register the rank's shards (or mirror them, for a transport that cannot reach this process)."""
+        assert self._transport is not None
+        shards = self._source.shards()
+        self._placements = {shard.name: _placement(shard) for shard in shards}
+        if self._transport.reads_trainer_memory:
+            self._transport.register(shard.tensor for shard in shards)
+            addresses = [shard.tensor.data_ptr() for shard in shards]
+        else:
+            self._mirror = ShardMirror(f"{self._options.service}-rank{self._rank}", shards)
+            call(self._actor.map_segment.remote(self._mirror.segment.name))
+            self._mirror.segment.unlink()
+            addresses = self._mirror.offsets
+        shape_of = {meta.name: meta.shape for meta in self._manifest}
+        return tuple(
+            PublishedTensor(
+                name=shard.name,
+                dtype=dtype_name(shard.tensor.dtype),
+                elsize=shard.tensor.element_size(),
+                full_shape=shape_of[shard.name],
+                shards=(
+                    PublishedShard(
+                        agent_name=agent_name,
+                        device_id=shard.tensor.device.index or 0,
+                        addr=addr,
+                        shard_offset=shard.offset,
+                        shape=tuple(shard.tensor.shape),
+                    ),
+                ),
+            )
+            for shard, addr in zip(shards, addresses, strict=True)
+        )
+
+    # -- one version ----------------------------------------------------------------------------------
+
+    def _check_placements(self) -> None:
+        """In live mode every shard must lie where it lay when consumers planned."""
+        if self._mode is not PublishMode.LIVE:
+            return
+        for shard in self._source.shards():
+            known, now = self._placements.get(shard.name), _placement(shard)
+            if known != now:
+                raise SyncError(
+                    f"rank {self._rank}: {shard.name!r} was {known} when it was registered and is {now} now; the "
+                    "trainer reallocated it, so close this Publisher and make a new one"
+                )
+
+    def _serve_live(self, grant: EpochGrant) -> None:
+        if self._mirror is not None:
+            self._mirror.refresh(self._source.shards())
+        call(self._actor.publish_live.remote(grant.groups))
+
+    def _serve_staged(self, grant: EpochGrant) -> None:
+        """The gather loop: credit for a slot first, then gather into it, then publish."""
+        ring = self._export_ring(grant)
+        names, lengths = grant.names, grant.group_lens
+        for group, members in iter_groups(names, lengths):
+            while not ring.has_free_slot:
+                ring.release(call(self._actor.wait_freed.remote()))
+            tensors = self._source.gather(members)
+            self._check_gathered(group, members, tensors)
+            if not tensors:
+                continue
+            segment, packed = ring.fill(group, tensors)
+            call(self._actor.publish_packed.remote(group, segment, packed))
+        ring.release(call(self._actor.end_sync.remote()))
+
+    def _export_ring(self, grant: EpochGrant) -> ExportRing:
+        """Made at the first version, when the groups are known: L + 1 slots, each as large as the largest."""
+        if self._ring is None:
+            held = set(self._source.held_names())
+            metas = {meta.name: meta for meta in self._manifest}
+            groups = [
+                [metas[name] for name in members if name in held]
+                for _, members in iter_groups(grant.names, grant.group_lens)
+            ]
+            self._ring = ExportRing(
+                f"{self._options.service}-rank{self._rank}", groups, self._options.gather_lookahead + 1
+            )
+            for segment in self._ring.segments:
+                call(self._actor.map_segment.remote(segment.name))
+                segment.unlink()
+        self._ring.reset()
+        return self._ring
+
+    def _check_gathered(self, group: int, members: Any, tensors: Any) -> None:
+        """What the source yields must be what it said it holds, in the shapes it said."""
+        held = set(self._source.held_names())
+        expected = {name for name in members if name in held}
+        if set(tensors) != expected:
+            raise InvalidLayoutError(
+                f"rank {self._rank}, group {group}: the source yields {sorted(set(tensors) - expected)[:3]} too many "
+                f"and {sorted(expected - set(tensors))[:3]} too few against its held names"
+            )
+        metas = {meta.name: meta for meta in self._manifest}
+        for name, tensor in tensors.items():
+            meta = metas[name]
+            if tuple(tensor.shape) != meta.shape or dtype_name(tensor.dtype) != meta.dtype:
+                raise InvalidLayoutError(
+                    f"rank {self._rank}: {name!r} was announced as {meta.shape} {meta.dtype} and gathered as "
+                    f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
+                )
+
+    def _give_up(self, grant: EpochGrant, error: BaseException) -> None:
+        """Tell everyone, so that nobody waits for this rank."""
+        with contextlib.suppress(Exception):
+            message = f"{type(error).__name__}: {error}"
+            call(self._registry.fail_publish.remote(self._rank, self._token, grant.epoch, message), timeout_s=5)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SyncError(f"the publisher of rank {self._rank} is closed")
+
+
+def _mode(mode: str | PublishMode) -> PublishMode:
+    try:
+        return PublishMode(mode)
+    except ValueError:
+        raise ValueError(f"mode must be one of {[m.value for m in PublishMode]}, got {mode!r}") from None
+
+
+def _placement(shard: LocalShard) -> _Placement:
+    return _Placement(shard.tensor.data_ptr(), tuple(shard.tensor.shape), shard.tensor.dtype)
+
+
+def _check_manifest(rank: int, manifest: tuple[TensorMeta, ...]) -> None:
+    names = [meta.name for meta in manifest]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) != len(names) else []
+    if twice:
+        raise InvalidLayoutError(f"rank {rank}: {twice[:3]} are named twice by the source")
+    known = {meta.name for meta in manifest if meta.alias_of is None}
+    for meta in manifest:
+        if meta.alias_of is not None and meta.alias_of not in known:
+            raise InvalidLayoutError(f"rank {rank}: {meta.name!r} is an alias of {meta.alias_of!r}, which is unknown")

@@ -1,0 +1,51 @@
+"""Settings of a service: arguments, then `WEIGHTSYNC_*` environment variables, then these defaults."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """How a service runs. Durations are seconds, sizes bytes; wrong values are refused by name.
+
+    Example:
+        >>> Settings(transport="object_store", stall_timeout_s=60).transport
+        'object_store'
+    """
+
+    model_config = SettingsConfigDict(env_prefix="WEIGHTSYNC_", extra="forbid", frozen=True)
+
+    transport: Literal["auto", "nixl", "object_store"] = Field(
+        "nixl",
+        description="how bytes move: `nixl` refuses to start without NIXL; `auto` falls back to Ray's object "
+        "store where NIXL does not import, and status says so",
+    )
+    http_host: str = Field("127.0.0.1", description="address the HTTP ingress binds to")
+    http_port: int = Field(
+        8000,
+        ge=0,
+        le=65535,
+        description="port of the HTTP ingress, used when Serve is not running yet; 0 picks a free one",
+    )
+    min_consumers: int = Field(
+        1, ge=1, description="inference workers that must be able to pull before a publish opens its epoch"
+    )
+    max_consumers: int = Field(
+        64, ge=1, description="limit on inference workers; sizes the producers' serve thread pools"
+    )
+    num_serve_buffers: int = Field(
+        2, ge=1, description="K: serve slots per consumer and producer in staged mode, and receive slots per worker"
+    )
+    gather_lookahead: int = Field(
+        1, ge=0, description="L: in staged mode at most L + 1 gathered groups are resident per trainer rank"
+    )
+    stall_timeout_s: float = Field(
+        300.0, gt=0, description="a sync in which nothing moves for this long is given up, naming who waits for whom"
+    )
+    join_grace_s: float = Field(
+        30.0, ge=0, description="how long a publish waits for workers that have joined but are still planning"
+    )
+    long_poll_s: float = Field(5.0, gt=0, le=60, description="how long an idle worker's poll of the registry parks")

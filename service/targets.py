@@ -1,0 +1,106 @@
+"""Targets: where an inference worker keeps its weights, and how they get in.
+
+The worker's own loading code decides what it needs: `ModuleTarget` runs the module's `load_weights` once over
+recording tensors, so fused, sharded and renamed parameters need no description. The thing to watch: recording
+shows the module to its loader on the meta device for a moment, so it must not run while the module computes;
+it happens when the `Subscriber` is made, or as soon afterwards as the trainer has registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weightsync.actors.interfaces import WeightTarget
+from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.errors import InvalidLayoutError
+from weightsync.protocol.record import qualified_name, record_module
+from weightsync.service.sources import dtensor_offset
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+
+
+class ModuleTarget(WeightTarget):
+    """A module that loads checkpoints, such as an inference engine's model.
+
+    Args:
+        module: holds the parameters.
+        load_weights: takes an iterable of (checkpoint name, tensor); None takes `module.load_weights`, or, where
+            there is none, each parameter takes the whole tensor of its own name.
+    """
+
+    def __init__(self, module: nn.Module, load_weights: LoadWeights | None = None) -> None:
+        self._module = module
+        self._load_weights = load_weights or getattr(module, "load_weights", None)
+
+    def record(self, manifest: Mapping[str, tuple[str, tuple[int, ...]]]) -> Sequence[RecordedCopy]:
+        recording = record_module(self._module, self._load_weights, manifest)
+        return [
+            replace(copy, param_name=qualified_name(self._module, copy.module, copy.param_name))
+            for copy in recording.copies
+        ]
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
+        named.update(self._module.named_buffers(remove_duplicate=False))
+        return named
+
+
+class StateDictTarget(WeightTarget):
+    """Plain tensors by published name; DTensor values take just their own shard.
+
+    Args:
+        tensors: name -> tensor, written in place; kept by reference.
+
+    Example:
+        >>> StateDictTarget({"w": torch.zeros(2, 3)}).tensors()["w"].shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def record(self, manifest: Mapping[str, tuple[str, tuple[int, ...]]]) -> Sequence[RecordedCopy]:
+        copies = []
+        for name, tensor in self._tensors.items():
+            if name not in manifest:
+                raise InvalidLayoutError(
+                    f"{name!r} is wanted here but no trainer rank publishes it; published are {len(manifest)} names "
+                    f"({', '.join(list(manifest)[:3])}, ...)"
+                )
+            if tuple(tensor.shape) != tuple(manifest[name][1]):
+                raise InvalidLayoutError(
+                    f"{name!r} has shape {tuple(tensor.shape)} here and {tuple(manifest[name][1])} in the trainer"
+                )
+            copies.append(_whole_copy(name, tensor))
+        return [copy for copy in copies if torch.Size(copy.dest_shape).numel()]
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in self._tensors.items()
+        }
+
+
+def _whole_copy(name: str, tensor: torch.Tensor) -> RecordedCopy:
+    """All of a tensor, or of a DTensor's local shard, from the same part of the published one."""
+    local, chain = tensor, []
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        for dim, start in enumerate(dtensor_offset(name, tensor)):
+            if local.shape[dim] != tensor.shape[dim]:
+                chain.append(("narrow", (dim, start, local.shape[dim]), ()))
+    return RecordedCopy(
+        src_name=name,
+        op_chain=tuple(chain),
+        param_name=name,
+        dest_offset=0,
+        dest_shape=tuple(local.shape),
+        dest_stride=tuple(local.stride()),
+        dest_dtype=local.dtype,
+    )
