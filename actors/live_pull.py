@@ -39,9 +39,9 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Scratch that was read densely, viewed as the loader's result, and where it goes."""
+    """What was read already (dense scratch, or the same weight elsewhere), and where else it goes."""
 
-    scratch: torch.Tensor
+    result: Callable[[], torch.Tensor]
     copy: RecordedCopy
 
 
@@ -69,13 +69,14 @@ class LivePull:
         self._transport = transport
         self._peers = peers
         self._scatters: dict[int, list[_Scatter]] = defaultdict(list)
+        self._scratch: list[torch.Tensor] = []
         self._reads = self._prepare(copies)
         self.bytes_total = sum(read.nbytes for reads in self._reads.values() for read in reads)
-        self.bytes_needed = sum(_needed_bytes(copy, layout) for copy in copies)
+        self.bytes_needed = needed_bytes(copies, layout)
 
     @property
     def scratch_bytes(self) -> int:
-        return sum(s.scratch.untyped_storage().nbytes() for group in self._scatters.values() for s in group)
+        return sum(scratch.untyped_storage().nbytes() for scratch in self._scratch)
 
     def run(
         self,
@@ -89,20 +90,20 @@ class LivePull:
         moved = 0
         for group in sorted(self._reads.keys() | self._scatters.keys()):
             on_wait(f"reads of group {group}")
-            with _timed(phases, "pull"):
+            with timed(phases, "pull"):
                 self._transport.read(self._reads.get(group, []), context, on_bytes)
             moved += sum(read.nbytes for read in self._reads.get(group, []))
-            with _timed(phases, "scatter"):
+            with timed(phases, "scatter"):
                 self._scatter(group)
         on_wait("free signals to arrive")
-        with _timed(phases, "free"):
+        with timed(phases, "free"):
             self._free_all(context)
         return PullStats(moved, self.bytes_needed, time.monotonic() - started, phases)
 
     def close(self) -> None:
         """Give the prepared reads back."""
         self._transport.release(read for reads in self._reads.values() for read in reads)
-        self._reads, self._scatters = {}, defaultdict(list)
+        self._reads, self._scatters, self._scratch = {}, defaultdict(list), []
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -114,15 +115,19 @@ class LivePull:
         sessions = [session_of[agent] for agent in agents]
         group_of = _group_of_names(self._layout)
         runs: dict[tuple[int, int], _Runs] = defaultdict(_Runs)
+        first: dict[tuple[object, ...], RecordedCopy] = {}
         for copy in copies:
             group = group_of[copy.src_name]
+            twin = first.setdefault((copy.src_name, copy.op_chain, copy.dest_dtype), copy)
+            if twin is not copy:  # the same weight in two places (untied here): read once, copied here
+                self._scatters[group].append(_Scatter(lambda twin=twin: self._destinations.view_of(twin), copy))
+                continue
             for session, src, dst, nbytes in self._lower(copy, sources[copy.src_name], group):
                 joined = runs[group, sessions[session]]
                 joined.src.append(src)
                 joined.dst.append(dst)
                 joined.nbytes.append(nbytes)
-        for scatters in self._scatters.values():
-            self._transport.register(s.scratch for s in scatters)
+        self._transport.register(self._scratch)
         reads: dict[int, list[PreparedRead]] = defaultdict(list)
         for (group, session), joined in sorted(runs.items()):
             reads[group].append(
@@ -144,7 +149,8 @@ class LivePull:
         except UnsupportedLayoutError:
             bounce = bounce_copy(copy, source.global_shape, dtype_from_name(source.dtype))
             scratch = torch.zeros(bounce.scratch_elements, dtype=dtype_from_name(source.dtype))
-            self._scatters[group].append(_Scatter(bounce.view(scratch), copy))
+            self._scratch.append(scratch)
+            self._scatters[group].append(_Scatter(lambda: bounce.view(scratch), copy))
             runs, base = lower_copy(bounce.copy, source), scratch.data_ptr()
         return [(r.session, r.src_addr, r.dst_byte.astype(np.uint64) + np.uint64(base), r.nbytes) for r in runs]
 
@@ -153,7 +159,7 @@ class LivePull:
     @torch.no_grad()
     def _scatter(self, group: int) -> None:
         for scatter in self._scatters.get(group, ()):
-            self._destinations.view_of(scatter.copy).copy_(scatter.scratch)
+            self._destinations.view_of(scatter.copy).copy_(scatter.result())
 
     def _free_all(self, context: ReadContext) -> None:
         """One message per producer: live groups stay in the trainer anyway, so there is nothing to hurry."""
@@ -172,13 +178,14 @@ def _group_of_names(layout: LayoutSnapshot) -> dict[str, int]:
     return {next(names): group for group, length in enumerate(layout.group_lens) for _ in range(length)}
 
 
-def _needed_bytes(copy: RecordedCopy, layout: LayoutSnapshot) -> int:
-    """Bytes of the source that the copy's destination elements take."""
-    dtype = next(meta.dtype for meta in layout.manifest if meta.name == copy.src_name)
-    return torch.Size(copy.dest_shape).numel() * dtype_from_name(dtype).itemsize
+def needed_bytes(copies: Sequence[RecordedCopy], layout: LayoutSnapshot) -> int:
+    """Bytes of the model that these copies take, a slice that feeds several places counted once."""
+    dtype_of = {meta.name: dtype_from_name(meta.dtype) for meta in layout.manifest}
+    distinct = {(copy.src_name, copy.op_chain): copy for copy in copies}
+    return sum(copy.numel * dtype_of[copy.src_name].itemsize for copy in distinct.values())
 
 
-class _timed:
+class timed:
     """Adds the seconds of a block to one phase."""
 
     def __init__(self, phases: dict[str, float], phase: str) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from weightsync.actors.producer import Producer, Spec
 from weightsync.actors.shared_memory import SegmentName, SharedSegment
-from weightsync.actors.transport import create_transport
+from weightsync.actors.transport import Transport, create_transport
 from weightsync.protocol.dtypes import dtype_from_name
 from weightsync.protocol.errors import RegistrationError, SyncError
 from weightsync.protocol.ledger import LedgerSnapshot
@@ -65,18 +65,19 @@ class ProducerActor:
     """One trainer rank's producer, in a process of its own on the rank's node."""
 
     def __init__(self, options: ProducerOptions) -> None:
-        self._transport = create_transport(options.transport, options.agent_name)
-        self._one_sided = self._transport.reads_trainer_memory
+        self._options = options
+        self._transport: Transport | None = None
         self._producer = Producer(
             num_serve_buffers=options.num_serve_buffers,
             gather_lookahead=options.gather_lookahead,
             served_names=options.served_names,
             stall_timeout_s=options.stall_timeout_s,
-            on_slot=lambda slot: self._transport.register([slot]),
+            on_slot=lambda slot: self._slot_transport().register([slot]),
         )
         self._segments: dict[str, SharedSegment] = {}
         self._plans: dict[int, tuple[tuple[Spec, ...], ...]] = {}
         self._closed = threading.Event()
+        self._lock = threading.Lock()
 
     # -- the trainer ----------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class ProducerActor:
         """Take a consumer's plan (specs per `seq`) and make its slots; returns transport metadata."""
         self._producer.reserve_serve_buffer(consumer_id, nbytes, digest)
         self._plans[consumer_id] = plan
-        return self._transport.metadata()
+        return self._slot_transport().metadata()
 
     @ray.method(concurrency_group="serve")
     def serve(self, consumer_id: int, seq: int, epoch: int) -> Any:
@@ -147,7 +148,7 @@ class ProducerActor:
         if plan is None or not 0 <= seq < len(plan):
             raise RegistrationError(f"consumer {consumer_id} has no request {seq} reserved here; plan again")
         packed = self._producer.produce(plan[seq], consumer_id=consumer_id, seq=seq, epoch=epoch)
-        if self._one_sided:
+        if self._slot_transport().reads_trainer_memory:
             return packed.data_ptr(), packed.numel()
         return packed.numpy().copy()
 
@@ -184,8 +185,18 @@ class ProducerActor:
         """Wake everybody with an error, release memory and registrations. Idempotent."""
         self._producer.close()
         self._segments.clear()
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
         self._closed.set()
+
+    def _slot_transport(self) -> Transport:
+        """The transport of the serve slots; a live producer never needs one."""
+        with self._lock:
+            if self._transport is None:
+                self._transport = create_transport(
+                    self._options.transport, self._options.agent_name, serves=True
+                )
+            return self._transport
 
 
 def _unpack(memory: torch.Tensor, packed: Sequence[Any]) -> torch.Tensor:

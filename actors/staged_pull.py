@@ -18,10 +18,9 @@ import ray
 import torch
 
 from weightsync.actors.destinations import Destinations
-from weightsync.actors.live_pull import _timed
+from weightsync.actors.live_pull import needed_bytes, timed
 from weightsync.actors.transport import Peer, ReadContext, Transport
 from weightsync.protocol.copies import RecordedCopy
-from weightsync.protocol.dtypes import dtype_from_name
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
 from weightsync.protocol.pull_plan import Chunk, build_pull_plan, plan_digest
 from weightsync.protocol.routing import Router
@@ -57,10 +56,7 @@ class StagedPull:
         self._recv = self._make_receive_slots()
         self._peers = self._reserve(peers, consumer_id)
         self.bytes_total = sum(_payload(chunk) for chunk in self._chunks)
-        dtype_of = {meta.name: dtype_from_name(meta.dtype) for meta in layout.manifest}
-        self.bytes_needed = sum(
-            torch.Size(copy.dest_shape).numel() * dtype_of[copy.src_name].itemsize for copy in copies
-        )
+        self.bytes_needed = needed_bytes(copies, layout)
 
     @property
     def scratch_bytes(self) -> int:
@@ -80,15 +76,15 @@ class StagedPull:
         for issued in self._in_order(context):
             chunk = issued.chunk
             on_wait(f"rank {chunk.owner} to pack slot {chunk.seq}")
-            with _timed(phases, "pull"):
+            with timed(phases, "pull"):
                 slot = self._recv[chunk.owner][chunk.seq % self._num_slots]
                 self._transport.fetch_slot(self._peers[chunk.owner], ray.get(issued.reply), slot, context)
-            with _timed(phases, "scatter"):
+            with timed(phases, "scatter"):
                 self._scatter(chunk, slot)
             moved += _payload(chunk)
             on_bytes(_payload(chunk))
             signals += self._free(chunk.free, context)
-        with _timed(phases, "free"):
+        with timed(phases, "free"):
             on_wait("free signals to arrive")
             ray.get(signals)
         return PullStats(moved, self.bytes_needed, time.monotonic() - started, phases)

@@ -144,12 +144,17 @@ def choose_transport(wanted: str) -> tuple[str, str]:
     return "object_store", problem
 
 
-def create_transport(name: str, agent_name: str) -> Transport:
-    """Make a transport by name for one member; `agent_name` must be unique in the cluster."""
+def create_transport(name: str, agent_name: str, *, serves: bool) -> Transport:
+    """Make a transport by name for one member.
+
+    Args:
+        agent_name: unique in the cluster.
+        serves: peers will read memory that this member registers.
+    """
     if name == "nixl":
         from weightsync.actors.nixl_transport import NixlTransport
 
-        return NixlTransport(agent_name)
+        return NixlTransport(agent_name, serves)
     if name == "object_store":
         from weightsync.actors.object_store_transport import ObjectStoreTransport
 

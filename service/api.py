@@ -61,13 +61,14 @@ class ServiceHandle:
         """
         with contextlib.suppress(Exception):
             call(self.registry.close.remote(), timeout_s=10)
+        if self._owns_ray:  # everything else ends with it
+            self._owns_ray = False
+            ray.shutdown()
+            return
         with contextlib.suppress(Exception):
             remove_ingress(self.name)
         with contextlib.suppress(Exception):
             ray.kill(self.registry)
-        if self._owns_ray:
-            self._owns_ray = False
-            ray.shutdown()
 
     def __enter__(self) -> ServiceHandle:
         return self

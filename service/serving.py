@@ -6,6 +6,7 @@ finds the registry by name on each request and reports 503 while it is gone.
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import Any
 
@@ -70,6 +71,7 @@ class Ingress:
 
 def deploy_ingress(service: str, settings: Settings) -> str:
     """Deploy the ingress, starting Serve if it is not running; returns the service's URL."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     port = settings.http_port or _free_port(settings.http_host)
     serve.start(http_options=HTTPOptions(host=settings.http_host, port=port))
     serve.run(
