@@ -165,7 +165,7 @@ class Registry:
             await self._wait(
                 lambda: gathering.error is not None or gathering.opened is not None,
                 deadline,
-                lambda: f"the epoch of version {version} to open",
+                self._consumers_wanted,
             )
         except WeightsyncError as error:
             await self._give_up(gathering, error)
@@ -439,9 +439,6 @@ class Registry:
     async def _wait_for_consumers(self, deadline: float) -> None:
         """At least `min_consumers` that can pull; those still planning get `join_grace_s` to finish."""
 
-        def planned() -> int:
-            return sum(c.planned for c in self._consumers.values())
-
         def planning() -> list[str]:
             generation = self._producers.generation
             return [
@@ -455,14 +452,18 @@ class Registry:
             await self._wait(lambda: not planning(), grace, lambda: f"workers {planning()} to plan")
         except StallError as error:
             self._last_error = str(error)
-        failed = [f"{c.worker}: {c.error}" for c in self._consumers.values() if c.state is ConsumerState.FAILED]
         await self._wait(
-            lambda: planned() >= max(self._options.min_consumers, 1),
-            deadline,
-            lambda: (
-                f"{self._options.min_consumers} inference worker(s) to join; {planned()} can pull now"
-                + (f" ({'; '.join(failed)})" if failed else "")
-            ),
+            lambda: self._able_consumers() >= self._options.min_consumers, deadline, self._consumers_wanted
+        )
+
+    def _able_consumers(self) -> int:
+        return sum(c.planned for c in self._consumers.values())
+
+    def _consumers_wanted(self) -> str:
+        failed = [f"{c.worker}: {c.error}" for c in self._consumers.values() if c.state is ConsumerState.FAILED]
+        return (
+            f"{self._options.min_consumers} inference worker(s) to join; {self._able_consumers()} can pull now"
+            + (f" ({'; '.join(failed)})" if failed else "")
         )
 
     async def _give_up(self, gathering: _Gathering, error: WeightsyncError) -> None:

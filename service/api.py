@@ -18,7 +18,6 @@ from weightsync.actors.spawn import NAMESPACE, call, find_registry, registry_nam
 from weightsync.actors.transport import choose_transport
 from weightsync.protocol.errors import RegistrationError
 from weightsync.protocol.status import ServiceStatus
-from weightsync.service.serving import deploy_ingress, remove_ingress
 from weightsync.service.settings import Settings
 
 log = logging.getLogger("weightsync")
@@ -65,6 +64,8 @@ class ServiceHandle:
             self._owns_ray = False
             ray.shutdown()
             return
+        from weightsync.service.serving import remove_ingress  # imports Serve, which members never need
+
         with contextlib.suppress(Exception):
             remove_ingress(self.name)
         with contextlib.suppress(Exception):
@@ -136,6 +137,8 @@ def list_services() -> list[str]:
 
 
 def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray: bool) -> ServiceHandle:
+    from weightsync.service.serving import deploy_ingress  # imports Serve, which members never need
+
     options = RegistryOptions(
         service=name,
         transport=transport,

@@ -110,6 +110,8 @@ class Publisher:
         """
         self._refuse_if_closed()
         self._check_placements()
+        if self._mirror is not None:  # before the epoch opens: consumers read as soon as it does
+            self._mirror.refresh(self._source.shards())
         timeout_s = self._options.stall_timeout_s if timeout is None else timeout
         grant = call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
         try:
@@ -244,8 +246,6 @@ class Publisher:
                 )
 
     def _serve_live(self, grant: EpochGrant) -> None:
-        if self._mirror is not None:
-            self._mirror.refresh(self._source.shards())
         call(self._actor.publish_live.remote(grant.groups))
 
     def _serve_staged(self, grant: EpochGrant) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -53,12 +54,33 @@ def model_config(size: str) -> Any:
     )
 
 
-def build_model(size: str, seed: int) -> Qwen2ForCausalLM:
-    """The trainer's model in bfloat16, the same on every rank that passes the same seed."""
-    torch.manual_seed(seed)
+def build_model(size: str) -> Any:
+    """The trainer's `Qwen2ForCausalLM` in bfloat16, parameters allocated and not yet initialised.
+
+    Initialising is left to `init_parameters` after sharding, so that no rank fills what it will not keep.
+    """
+    from transformers import Qwen2ForCausalLM  # seconds to import, and only trainers need it
+    from transformers.initialization import no_init_weights
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return Qwen2ForCausalLM(model_config(size))
+        with no_init_weights():
+            model = Qwen2ForCausalLM(model_config(size))
     finally:
         torch.set_default_dtype(before)
+    model.tie_weights()  # which the context left out too
+    return model
+
+
+@torch.no_grad()
+def init_parameters(locals_by_name: Iterable[tuple[str, torch.Tensor]], seed: int) -> None:
+    """Random matrices of the usual scale, unit norms, zero biases; in place, on one rank's shards."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, local in locals_by_name:
+        if name.endswith("norm.weight"):
+            local.fill_(1.0)
+        elif name.endswith(".bias"):
+            local.zero_()
+        else:
+            local.normal_(0.0, 0.02, generator=generator)

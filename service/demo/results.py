@@ -14,8 +14,8 @@ class VersionResult(BaseModel):
     loss: float
     train_seconds: float
     report: SyncReport
-    unchanged_matrices: list[str]
-    """Trainer matrices that the optimiser step did not change: must be empty."""
+    unchanged_parameters: list[str]
+    """Trainer parameters that the optimiser step did not change: must be empty."""
     problems: list[str]
     """Parameters that are not bit for bit what they must be: must be empty."""
     logits_distance: float
@@ -24,7 +24,9 @@ class VersionResult(BaseModel):
     def failures(self, tolerance: float, workers: list[str]) -> list[str]:
         """Every check that failed, in words."""
         found = [f"version {self.version}: {problem}" for problem in self.problems]
-        found += [f"version {self.version}: training left {name} unchanged" for name in self.unchanged_matrices]
+        found += [
+            f"version {self.version}: training left {name} unchanged" for name in self.unchanged_parameters
+        ]
         if self.report.bytes != self.report.needed_bytes:
             found.append(
                 f"version {self.version}: {self.report.bytes} bytes on the wire, {self.report.needed_bytes} needed"

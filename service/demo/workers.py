@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import time
 from typing import Any
@@ -11,12 +12,12 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weightsync.protocol.status import SyncReport
 from weightsync.service.demo.engine import EngineModel
-from weightsync.service.demo.models import build_model, model_config
+from weightsync.service.demo.models import build_model, init_parameters, model_config
 from weightsync.service.demo.reference import bit_differences, expected_parameters, logits_distance
 from weightsync.service.publisher import Publisher
 from weightsync.service.sources import DTensorSource
@@ -28,6 +29,18 @@ SEQUENCE = 12
 LEARNING_RATE = 1e-3
 """AdamW moves every weight by about this much per step: 5 % of the initial standard deviation, so that the
 logits of one version are far from those of the one before."""
+VECTOR_LEARNING_RATE = 1e-2
+"""For norms and biases. Norms start at exactly 1, where a step of `LEARNING_RATE` rounds away in bfloat16:
+every norm of every version would stay alike, and one that was not delivered again could not be seen."""
+
+_KEEP_MEMORY = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(100 << 30),
+}
+"""Huge pages, and freed memory stays with the process: FSDP frees and takes a gigabyte per step, and first-touch
+page faults were most of a step's time here (7 to 9 s a step without, 5 to 6 s with)."""
 
 
 def free_port() -> int:
@@ -50,12 +63,15 @@ class TrainerRank:
         _join_group(rank, world, port)
         self._rank = rank
         self._config = model_config(size)
-        model = build_model(size, SEED)
+        model = build_model(size)
         mesh = init_device_mesh("cpu", (world,))
+        # Gathering over gloo is what a step costs here, so it is done once per step, not again for backward.
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        self._model = fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, foreach=False)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        self._model = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        init_parameters(((name, _local(p)) for name, p in self._model.named_parameters()), SEED + rank)
+        self._optimizer = torch.optim.AdamW(_parameter_groups(self._model), fused=True)
+        self._before: dict[str, torch.Tensor] = {}
         self._generator = torch.Generator().manual_seed(SEED + rank)
         self._publisher = Publisher(service, rank, world, DTensorSource(self._model), mode=mode)
 
@@ -64,33 +80,35 @@ class TrainerRank:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def train_step(self) -> tuple[float, list[str]]:
-        """One optimiser step on random next-token data; (loss, matrices of this rank that did not change)."""
-        matrices = {name: p for name, p in self._model.named_parameters() if p.dim() > 1 and _local(p).numel()}
-        before = {name: _local(p).clone() for name, p in matrices.items()}
+        """One optimiser step on random next-token data; (loss, parameters of this rank left unchanged)."""
+        held = {name: p for name, p in self._model.named_parameters() if _local(p).numel()}
+        for name, p in held.items():
+            self._before.setdefault(name, torch.empty_like(_local(p))).copy_(_local(p))
         tokens = torch.randint(0, self._config.vocab_size, (1, SEQUENCE), generator=self._generator)
         loss = self._model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(loss), [name for name, p in matrices.items() if torch.equal(before[name], _local(p))]
+        return loss.item(), [name for name, p in held.items() if torch.equal(self._before[name], _local(p))]
 
     def publish(self, version: int) -> SyncReport:
         return self._publisher.publish(version)
 
-    def full_state(self) -> Any:
-        """The full state dict by all-gather (a reference, not part of any sync), in the object store once."""
-        full = {}
-        for name, parameter in self._model.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if self._rank == 0:
-                full[name] = whole.detach().view(torch.int16).numpy()
-        return ray.put(full) if self._rank == 0 else None
-
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """The trainer's own logits, float32; every rank must call it."""
-        out = self._model(input_ids=tokens).logits.float()
-        return out if self._rank == 0 else None
+    def reference(self, tokens: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
+        """What the workers are checked against: the full state dict (in the object store) and logits, float32.
+
+        Both come from FSDP's own all-gather, which no sync has any part in. Every rank must call it; rank 0
+        answers.
+        """
+        logits = self._model(input_ids=tokens).logits.float()
+        answer = None
+        if self._rank == 0:
+            answer = ray.put({name: _as_array(p) for name, p in self._model.named_parameters()}), logits
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return answer
 
     def close(self) -> None:
         self._publisher.close()
@@ -136,14 +154,32 @@ class InferenceWorker:
         return {name: parameter.data_ptr() for name, parameter in self._model.named_parameters()}
 
 
+def _parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Matrices and vectors, each with a step that is large enough to show in bfloat16."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "lr": LEARNING_RATE},
+        {"params": [p for p in parameters if p.dim() == 1], "lr": VECTOR_LEARNING_RATE},
+    ]
+
+
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _as_array(parameter: torch.Tensor) -> np.ndarray:
+    """The bits of a bfloat16 tensor, not copied and unknown to torch.
+
+    `Tensor.numpy()` would make the storage unresizable, and FSDP frees by resizing. Only valid until then.
+    """
+    bits = (ctypes.c_int16 * parameter.numel()).from_address(parameter.data_ptr())
+    return np.ctypeslib.as_array(bits).reshape(parameter.shape)
 
 
 def spawn(actor_class: type, *common: Any, world: int) -> list[Any]:
     """One actor per rank; they meet at a free port of this host."""
     port = free_port()
-    remote = ray.remote(num_cpus=0)(actor_class)
+    remote = ray.remote(num_cpus=0, runtime_env={"env_vars": _KEEP_MEMORY})(actor_class)
     return [remote.remote(*common, rank, world, port) for rank in range(world)]
 
 

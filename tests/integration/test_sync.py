@@ -1,0 +1,234 @@
+"""Versions move whole and bit for bit between real processes, over every transport and mode."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from helpers import Trainer, Worker, equal, model
+
+from weightsync.service import (
+    ModuleSource,
+    ModuleTarget,
+    Publisher,
+    ServiceHandle,
+    Settings,
+    StateDictSource,
+    StateDictTarget,
+    Subscriber,
+    connect,
+    list_services,
+    start,
+)
+
+
+@pytest.mark.parametrize("transport", ["nixl", "object_store"])
+@pytest.mark.parametrize("install", ["shadow", "in_place"])
+def test_two_ranks_reach_two_workers_bit_for_bit_version_after_version(
+    make_service: Callable[..., ServiceHandle], transport: str, install: str
+) -> None:
+    service = make_service(transport=transport, min_consumers=2)
+    trainers = [Trainer.remote(service.name, rank, 2) for rank in range(2)]
+    workers = [Worker.remote(service.name, f"w{i}", install) for i in range(2)]
+    ray.get([worker.ready.remote() for worker in workers])
+    for version in range(1, 6):
+        publishing = [trainer.publish.remote(version) for trainer in trainers]
+        assert ray.get([worker.sync.remote(version) for worker in workers]) == [version, version]
+        reports = ray.get(publishing)
+        assert all(ray.get([worker.holds.remote(version) for worker in workers]))
+        assert not any(ray.get([worker.holds.remote(version - 1) for worker in workers]))
+        size = sum(t.nbytes for t in model(version).values())
+        assert reports[0] == reports[1]
+        assert reports[0].bytes == reports[0].needed_bytes == 2 * size
+        assert reports[0].installed == ["w0", "w1"]
+        assert reports[0].transport == transport
+    ray.get([member.close.remote() for member in (*trainers, *workers)])
+
+
+@pytest.mark.parametrize("transport", ["nixl", "object_store"])
+def test_staged_groups_go_through_a_bounded_ring(
+    make_service: Callable[..., ServiceHandle], transport: str
+) -> None:
+    service = make_service(transport=transport, gather_lookahead=0)
+    tensors = model(0)
+    tensors["transposed"] = torch.randn(6, 4).t()
+    with Publisher(service, 0, 1, StateDictSource(tensors), mode="staged") as publisher:
+        held = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+        with Subscriber(service, "w0", StateDictTarget(held)) as subscriber:
+            for version in (1, 2, 3):
+                for name, fresh in model(version).items():
+                    tensors[name].copy_(fresh)
+                tensors["transposed"].add_(1)
+                report = publisher.publish(version, timeout=30)
+                assert subscriber.sync(version, timeout=30) == version
+                assert equal(held, tensors)
+                assert report.bytes == report.needed_bytes == sum(t.nbytes for t in tensors.values())
+
+
+def test_publish_then_sync_works_in_one_thread_in_shadow_mode(service: ServiceHandle) -> None:
+    source, target = model(1), {n: torch.zeros_like(t) for n, t in model(1).items()}
+    with Subscriber(service, "w0", StateDictTarget(target)) as subscriber:
+        assert not subscriber.ready
+        with Publisher(service, 0, 1, StateDictSource(source)) as publisher:
+            publisher.publish(1, timeout=30)
+            assert subscriber.version is None
+            assert equal(target, {n: torch.zeros_like(t) for n, t in target.items()}), "nothing flips before sync()"
+            assert subscriber.sync(timeout=10) == 1
+            assert subscriber.ready
+            assert equal(target, source)
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output head."""
+
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("mode", ["live", "staged"])
+@pytest.mark.parametrize("worker_ties", [True, False])
+def test_tied_weights_move_once_whichever_side_ties(service: ServiceHandle, worker_ties: bool, mode: str) -> None:
+    trainer, worker = Tied(tie=True), Tied(tie=worker_ties)
+    with (
+        Publisher(service, 0, 1, ModuleSource(trainer), mode=mode) as publisher,
+        Subscriber(service, "w0", ModuleTarget(worker)) as subscriber,
+    ):
+        for version in (1, 2):
+            with torch.no_grad():
+                trainer.embed.weight.add_(version)
+            report = publisher.publish(version, timeout=30)
+            subscriber.sync(version, timeout=30)
+            assert torch.equal(worker.embed.weight, trainer.embed.weight)
+            assert torch.equal(worker.head.weight, trainer.embed.weight)
+            assert (worker.head.weight is worker.embed.weight) == worker_ties
+            assert report.bytes == report.needed_bytes == trainer.embed.weight.nbytes
+
+
+def test_a_worker_converts_transposes_and_skips_as_its_loader_says(service: ServiceHandle) -> None:
+    source = {"layers.0.w": torch.randn(40, 33), "layers.1.w": torch.randn(8, 8), "unused": torch.randn(3)}
+
+    class Engine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.half = nn.Parameter(torch.zeros(33, 40, dtype=torch.bfloat16), requires_grad=False)
+            self.padded = nn.Parameter(torch.full((10, 8), 7.0), requires_grad=False)
+
+        def load_weights(self, weights: object) -> None:
+            for name, weight in weights:  # type: ignore[attr-defined]
+                if name == "layers.0.w":
+                    self.half.data.copy_(weight.t())
+                elif name == "layers.1.w":
+                    self.padded.data[8:].zero_()
+                    self.padded.data[:8].copy_(weight)
+
+    engine = Engine()
+    with (
+        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Subscriber(service, "w0", ModuleTarget(engine)) as subscriber,
+    ):
+        report = publisher.publish(1, timeout=30)
+        subscriber.sync(1, timeout=30)
+    assert torch.equal(engine.half, source["layers.0.w"].t().to(torch.bfloat16))
+    assert torch.equal(engine.padded[:8], source["layers.1.w"])
+    assert bool((engine.padded[8:] == 7).all()), "what no weight fills is the engine's own"
+    assert report.bytes == report.needed_bytes == 4 * (40 * 33 + 64)
+
+
+def test_a_worker_that_pulls_nothing_from_most_groups_still_completes(service: ServiceHandle) -> None:
+    for mode in ("live", "staged"):
+        source = model(1)
+        target = {"layers.1.scale": torch.zeros(5)}
+        with (
+            Publisher(service, 0, 1, StateDictSource(source), mode=mode) as publisher,
+            Subscriber(service, "w0", StateDictTarget(target)) as subscriber,
+        ):
+            version = 1 if mode == "live" else 2
+            report = publisher.publish(version, timeout=30)
+            subscriber.sync(version, timeout=30)
+            assert torch.equal(target["layers.1.scale"], source["layers.1.scale"])
+            assert report.bytes == 20
+
+
+def test_services_run_side_by_side_and_a_second_start_attaches(make_service: Callable[..., ServiceHandle]) -> None:
+    first, second = make_service("alpha"), make_service("beta")
+    again = start("alpha", settings=Settings(http_port=0))
+    assert again.registry._actor_id == first.registry._actor_id
+    assert {"alpha", "beta"} <= set(list_services())
+    targets = {}
+    for handle, seed in ((first, 1), (second, 2)):
+        targets[seed] = {n: torch.zeros_like(t) for n, t in model(1).items()}
+        publisher = Publisher(handle.name, 0, 1, StateDictSource(model(1, seed)))
+        subscriber = Subscriber(handle.name, "w0", StateDictTarget(targets[seed]))
+        publisher.publish(1, timeout=30)
+        subscriber.sync(1, timeout=30)
+        publisher.close()
+        subscriber.close()
+    assert equal(targets[1], model(1, 1))
+    assert equal(targets[2], model(1, 2))
+    first.shutdown()
+    assert connect("beta").status().newest_version == 1
+
+
+def test_http_says_what_the_registry_says(service: ServiceHandle) -> None:
+    url = service.status().http_url
+    assert url is not None
+    base = url.rstrip("/")
+    assert httpx.get(f"{base}/healthz").json()["status"] == "ok"
+    assert httpx.get(f"{base}/v1/status").json()["service"] == service.name
+    metrics = httpx.get(f"{base}/metrics").text
+    assert f'weightsync_up{{service="{service.name}"}} 1.0' in metrics
+    ray.kill(service.registry)
+    assert httpx.get(f"{base}/healthz").status_code == 503
+    assert httpx.get(f"{base}/v1/status").status_code == 503
+    assert f'weightsync_up{{service="{service.name}"}} 0.0' in httpx.get(f"{base}/metrics").text
+
+
+def test_a_laggard_goes_straight_to_the_newest_version(service: ServiceHandle) -> None:
+    source, target = model(1), {n: torch.zeros_like(t) for n, t in model(1).items()}
+    with (
+        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Subscriber(service, "w0", StateDictTarget(target)) as subscriber,
+    ):
+        for version in (1, 2, 3):
+            for name, fresh in model(version).items():
+                source[name].copy_(fresh)
+            publisher.publish(version, timeout=30)
+        assert subscriber.sync(timeout=10) == 3
+        assert equal(target, model(3))
+        assert subscriber.sync(timeout=10) == 3, "nothing newer: answers at once"
+
+
+def test_a_late_joiner_is_not_ready_until_it_has_a_version(service: ServiceHandle) -> None:
+    source = model(1)
+    targets = [{n: torch.zeros_like(t) for n, t in model(1).items()} for _ in range(2)]
+    with (
+        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Subscriber(service, "early", StateDictTarget(targets[0])) as early,
+    ):
+        publisher.publish(1, timeout=30)
+        early.sync(1, timeout=30)
+        with Subscriber(service, "late", StateDictTarget(targets[1])) as late:
+            assert not late.ready
+            outcome: list[int] = []
+            thread = threading.Thread(target=lambda: outcome.append(late.sync(timeout=30)))
+            thread.start()
+            for name, fresh in model(2).items():
+                source[name].copy_(fresh)
+            report = publisher.publish(2, timeout=30)
+            thread.join(30)
+            assert outcome == [2]
+            assert report.installed == ["early", "late"]
+            assert equal(targets[1], model(2))
