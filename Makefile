@@ -21,7 +21,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	rm -rf build/typing && mkdir -p build/typing/weightsync
 	ln -s ../../../protocol ../../../actors ../../../service build/typing/weightsync/
-	MYPYPATH=build/typing $(BIN)/mypy -p weightsync.protocol -p weightsync.actors -p weightsync.service
+	MYPYPATH=build/typing $(BIN)/mypy --strict -p weightsync.protocol
+	MYPYPATH=build/typing $(BIN)/mypy -p weightsync.actors -p weightsync.service
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

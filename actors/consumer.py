@@ -226,7 +226,9 @@ class ConsumerAgent:
             self._destinations = Destinations(self._target.tensors(), copies, self._install)
         if self._transport is None:
             self._transport = create_transport(
-                layout.transport, f"{self._options.service}:{self._worker}:{secrets.token_hex(4)}", serves=False
+                layout.transport,
+                f"{self._options.service}:{self._worker}:{secrets.token_hex(4)}",
+                serves=False,
             )
         self._transport.register(self._destinations.buffers.values())
         actors = call(self._registry.producer_actors.remote(layout.generation))

@@ -27,9 +27,7 @@ class Destinations:
         install: shadow or in_place.
     """
 
-    def __init__(
-        self, live: Mapping[str, torch.Tensor], copies: Sequence[RecordedCopy], install: InstallMode
-    ) -> None:
+    def __init__(self, live: Mapping[str, torch.Tensor], copies: Sequence[RecordedCopy], install: InstallMode) -> None:
         self._live = {copy.param_name: live[copy.param_name].detach() for copy in copies}
         self._copies = list(copies)
         self._install = install

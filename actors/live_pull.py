@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ class LivePull:
             group = group_of[copy.src_name]
             twin = first.setdefault((copy.src_name, copy.op_chain, copy.dest_dtype), copy)
             if twin is not copy:  # the same weight in two places (untied here): read once, copied here
-                self._scatters[group].append(_Scatter(lambda twin=twin: self._destinations.view_of(twin), copy))
+                self._scatters[group].append(_Scatter(partial(self._destinations.view_of, twin), copy))
                 continue
             for session, src, dst, nbytes in self._lower(copy, sources[copy.src_name], group):
                 joined = runs[group, sessions[session]]
@@ -150,7 +151,7 @@ class LivePull:
             bounce = bounce_copy(copy, source.global_shape, dtype_from_name(source.dtype))
             scratch = torch.zeros(bounce.scratch_elements, dtype=dtype_from_name(source.dtype))
             self._scratch.append(scratch)
-            self._scatters[group].append(_Scatter(lambda: bounce.view(scratch), copy))
+            self._scatters[group].append(_Scatter(partial(bounce.view, scratch), copy))
             runs, base = lower_copy(bounce.copy, source), scratch.data_ptr()
         return [(r.session, r.src_addr, r.dst_byte.astype(np.uint64) + np.uint64(base), r.nbytes) for r in runs]
 

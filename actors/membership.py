@@ -106,9 +106,7 @@ def check_agreement(new: ProducerRegistration, other: ProducerRegistration) -> N
         )
 
 
-def assemble_layout(
-    registrations: list[ProducerRegistration], generation: int, num_consumers: int
-) -> LayoutSnapshot:
+def assemble_layout(registrations: list[ProducerRegistration], generation: int, num_consumers: int) -> LayoutSnapshot:
     """Merge all ranks into the model that consumers plan against.
 
     Raises:

@@ -1,9 +1,11 @@
 """NIXL: one-sided reads out of a peer's registered memory (UCX: RDMA, shared memory, or TCP).
 
-The peer's Python takes no part: a NIXL progress thread outside the interpreter answers for it. It is paced:
-as NIXL 1.5 makes it, it spins and takes a whole core per agent (measured: 1.00 CPU s/s idle against 0.03 with
-a pause of 100 us, and 0.3 s instead of 0.02 s for a tiny sync on two cores). The thing to watch: registration is by storage, never by view, and each storage once; metadata exported before a
-registration does not cover it, so a peer that grew must be `connect`ed to again.
+The peer's Python takes no part: a NIXL progress thread outside the interpreter answers for it. It is paced: as
+NIXL 1.5 makes it, it spins and takes a whole core per agent (measured: 1.00 CPU s/s idle against 0.03 with a
+pause of 100 us, and 0.3 s instead of 0.02 s for a tiny sync on two cores).
+
+The thing to watch: registration is by storage, never by view, and each storage once; metadata exported before
+a registration does not cover it, so a peer that grew must be `connect`ed to again.
 """
 
 from __future__ import annotations
@@ -91,9 +93,7 @@ class NixlTransport(Transport):
                 continue
             self._kind = _memory_kind(tensor)
             device_id = tensor.device.index or 0
-            self._registered[key] = self._agent.register_memory(
-                [(key[0], key[1], device_id, "")], self._kind
-            )
+            self._registered[key] = self._agent.register_memory([(key[0], key[1], device_id, "")], self._kind)
 
     def metadata(self) -> bytes:
         return self._agent.get_agent_metadata()
@@ -102,16 +102,12 @@ class NixlTransport(Transport):
         name = self._agent.add_remote_agent(peer.metadata)
         self._peers[peer.session] = name.decode() if isinstance(name, bytes) else name
 
-    def prepare(
-        self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray
-    ) -> PreparedRead:
+    def prepare(self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray) -> PreparedRead:
         if not len(src_addr) == len(dst_addr) == len(nbytes):
             raise ValueError(f"runs disagree in number: {len(src_addr)}, {len(dst_addr)}, {len(nbytes)}")
         local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(dst_addr, nbytes), self._kind)
         try:
-            remote = self._agent.prep_xfer_dlist(
-                self._peers[peer.session], _descriptors(src_addr, nbytes), self._kind
-            )
+            remote = self._agent.prep_xfer_dlist(self._peers[peer.session], _descriptors(src_addr, nbytes), self._kind)
         except Exception as error:
             raise SyncError(
                 f"rank {peer.rank} did not register the memory this plan reads ({type(error).__name__}); "
@@ -133,9 +129,7 @@ class NixlTransport(Transport):
         while pending:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            pending = [
-                read for read in pending if self._advance(read, self._agent.check_xfer_state, context, on_bytes)
-            ]
+            pending = [read for read in pending if self._advance(read, self._agent.check_xfer_state, context, on_bytes)]
 
     def fetch_slot(self, peer: Peer, reply: Any, into: torch.Tensor, context: ReadContext) -> None:
         addr, nbytes = reply
@@ -196,7 +190,7 @@ class NixlTransport(Transport):
 @contextmanager
 def _paced_progress_thread() -> Iterator[None]:
     """Agents made inside get a progress thread that pauses; NIXL's Python API has no argument for it."""
-    bindings = importlib.import_module("nixl._bindings")
+    bindings: Any = importlib.import_module("nixl._bindings")
     original = bindings.nixlAgentConfig
 
     class Paced(original):  # type: ignore[misc,valid-type]

@@ -46,9 +46,7 @@ class ObjectStoreTransport(Transport):
     def connect(self, peer: Peer) -> None:
         del peer
 
-    def prepare(
-        self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray
-    ) -> PreparedRead:
+    def prepare(self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray) -> PreparedRead:
         return PreparedRead(peer, int(nbytes.sum()), _Runs(src_addr, dst_addr, nbytes))
 
     def read(
@@ -91,7 +89,5 @@ def _get(ref: Any, peer: Peer, context: ReadContext) -> np.ndarray:
 def _scatter(packed: np.ndarray, runs: _Runs) -> None:
     base = packed.ctypes.data
     starts = np.concatenate([[0], np.cumsum(runs.nbytes)[:-1]])
-    for dst, start, nbytes in zip(
-        runs.dst_addr.tolist(), starts.tolist(), runs.nbytes.tolist(), strict=True
-    ):
+    for dst, start, nbytes in zip(runs.dst_addr.tolist(), starts.tolist(), runs.nbytes.tolist(), strict=True):
         ctypes.memmove(dst, base + start, nbytes)

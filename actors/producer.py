@@ -131,9 +131,7 @@ class Producer:
         """A consumer has read all it needs of a group. False (and counted) if the signal is not credited."""
         return self._ledger.free(group, consumer_id, epoch)
 
-    def produce(
-        self, specs: Sequence[Spec], *, consumer_id: int, seq: int, epoch: int
-    ) -> torch.Tensor:
+    def produce(self, specs: Sequence[Spec], *, consumer_id: int, seq: int, epoch: int) -> torch.Tensor:
         """Pack slices into serve slot `seq % K`, waiting until their names are published.
 
         Args:
@@ -155,7 +153,9 @@ class Producer:
         self._ledger.check_open(epoch, consumer_id)
         names = [name for name, _ in specs]
         self._ledger.wait_until(
-            lambda: self._all_published(names), f"{names[0] if names else 'nothing'} to be published", consumer_id
+            lambda: self._all_published(names),
+            f"{names[0] if names else 'nothing'} to be published",
+            consumer_id,
         )
         self._ledger.check_open(epoch, consumer_id)
         return self._slots.serve(self._ledger, consumer_id, seq, lambda views_for: self._pack(specs, views_for))
@@ -232,9 +232,7 @@ class Producer:
     def _pack(self, specs: Sequence[Spec], views_for: Callable[[int, Layout], list[torch.Tensor]]) -> int:
         slices = [replay(self._tensors[name], chain) for name, chain in specs]
         offsets, nbytes = pack_offsets([(piece.numel(), piece.dtype) for piece in slices])
-        layout = tuple(
-            (offset, tuple(piece.shape), piece.dtype) for offset, piece in zip(offsets, slices, strict=True)
-        )
+        layout = tuple((offset, tuple(piece.shape), piece.dtype) for offset, piece in zip(offsets, slices, strict=True))
         for destination, piece in zip(views_for(nbytes, layout), slices, strict=True):
             destination.copy_(piece)
         return nbytes

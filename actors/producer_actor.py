@@ -133,9 +133,7 @@ class ProducerActor:
     # -- consumers ------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
-    def reserve(
-        self, consumer_id: int, nbytes: int, digest: str, plan: tuple[tuple[Spec, ...], ...]
-    ) -> bytes:
+    def reserve(self, consumer_id: int, nbytes: int, digest: str, plan: tuple[tuple[Spec, ...], ...]) -> bytes:
         """Take a consumer's plan (specs per `seq`) and make its slots; returns transport metadata."""
         self._producer.reserve_serve_buffer(consumer_id, nbytes, digest)
         self._plans[consumer_id] = plan
@@ -153,9 +151,7 @@ class ProducerActor:
         return packed.numpy().copy()
 
     @ray.method(concurrency_group="serve")
-    def read_runs(
-        self, src_offset: np.ndarray, nbytes: np.ndarray, consumer_id: int, epoch: int
-    ) -> np.ndarray:
+    def read_runs(self, src_offset: np.ndarray, nbytes: np.ndarray, consumer_id: int, epoch: int) -> np.ndarray:
         """Pack runs of the rank's mirrored shard (object_store transport).
 
         Raises:
@@ -193,9 +189,7 @@ class ProducerActor:
         """The transport of the serve slots; a live producer never needs one."""
         with self._lock:
             if self._transport is None:
-                self._transport = create_transport(
-                    self._options.transport, self._options.agent_name, serves=True
-                )
+                self._transport = create_transport(self._options.transport, self._options.agent_name, serves=True)
             return self._transport
 
 

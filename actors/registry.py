@@ -151,8 +151,10 @@ class Registry:
             deadline,
             lambda: f"rank {rank}: the sync of version {self._epoch and self._epoch.version} to close",
         )
-        gathering = self._join_gathering(rank, version)
-        await self._notify()
+        try:
+            gathering = self._join_gathering(rank, version)
+        finally:
+            await self._notify()
         try:
             await self._wait(
                 lambda: gathering.error is not None or self._all_arrived(gathering) or gathering.opened is not None,
@@ -461,9 +463,8 @@ class Registry:
 
     def _consumers_wanted(self) -> str:
         failed = [f"{c.worker}: {c.error}" for c in self._consumers.values() if c.state is ConsumerState.FAILED]
-        return (
-            f"{self._options.min_consumers} inference worker(s) to join; {self._able_consumers()} can pull now"
-            + (f" ({'; '.join(failed)})" if failed else "")
+        return f"{self._options.min_consumers} inference worker(s) to join; {self._able_consumers()} can pull now" + (
+            f" ({'; '.join(failed)})" if failed else ""
         )
 
     async def _give_up(self, gathering: _Gathering, error: WeightsyncError) -> None:

@@ -183,9 +183,7 @@ class ServeSlots:
         if slots and slots[0].numel() >= nbytes:
             return
         self._views = {key: views for key, views in self._views.items() if key[0] != ring}
-        self.rings[ring] = [
-            torch.zeros(wanted, dtype=torch.uint8, device=self._device) for _ in range(self._num_slots)
-        ]
+        self.rings[ring] = [torch.zeros(wanted, dtype=torch.uint8, device=self._device) for _ in range(self._num_slots)]
         for slot in self.rings[ring]:
             self._on_allocate(slot)
 

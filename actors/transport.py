@@ -72,9 +72,7 @@ class Transport(ABC):
         """Learn (or refresh) how to reach a peer's memory."""
 
     @abstractmethod
-    def prepare(
-        self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray
-    ) -> PreparedRead:
+    def prepare(self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray) -> PreparedRead:
         """Check and prepare runs (uint64 addresses, int64 byte counts, equal lengths) for repeated reads."""
 
     @abstractmethod

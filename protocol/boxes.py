@@ -77,9 +77,7 @@ def boxes_of(
             f"{what}: shape {tuple(shape)}, strides {tuple(strides)} and {tuple(other_strides)} differ"
         )
     if any(n < 0 for n in shape) or offset < 0 or other_offset < 0:
-        raise InvalidLayoutError(
-            f"{what}: negative size or offset (shape {tuple(shape)}, {offset}, {other_offset})"
-        )
+        raise InvalidLayoutError(f"{what}: negative size or offset (shape {tuple(shape)}, {offset}, {other_offset})")
     if 0 in shape:
         return []
     loops = [
@@ -106,9 +104,7 @@ def boxes_of(
 Loop = tuple[int, int, int]  # (count, stride here, stride on the other side)
 
 
-def _split(
-    space: tuple[int, ...], unit: tuple[int, ...], offset: int, other: int, loops: list[Loop]
-) -> Iterator[Box]:
+def _split(space: tuple[int, ...], unit: tuple[int, ...], offset: int, other: int, loops: list[Loop]) -> Iterator[Box]:
     """Split until every coordinate has at most one loop, of step 1, that stays inside it."""
     coords = []
     rest = offset
@@ -132,9 +128,7 @@ def _split(
                 yield from _split(space, unit, offset, other, joined)
                 return
         if s == unit[dim]:  # runs over the end of its coordinate: head, whole rows, tail
-            yield from _wrap(
-                space, unit, offset, other, others, (n, s, t), space[dim] - coords[dim], space[dim]
-            )
+            yield from _wrap(space, unit, offset, other, others, (n, s, t), space[dim] - coords[dim], space[dim])
             return
         for step in range(n):  # a step other than 1: one box each; folding stacks them again later
             yield from _split(space, unit, offset + step * s, other + step * t, others)

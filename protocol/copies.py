@@ -40,12 +40,8 @@ class RecordedCopy:
             ValueError: `parameter` has another dtype than the one recorded.
         """
         if parameter.dtype != self.dest_dtype:
-            raise ValueError(
-                f"{self.param_name} was recorded as {self.dest_dtype} and is {parameter.dtype} now"
-            )
-        return parameter.as_strided(
-            self.dest_shape, self.dest_stride, parameter.storage_offset() + self.dest_offset
-        )
+            raise ValueError(f"{self.param_name} was recorded as {self.dest_dtype} and is {parameter.dtype} now")
+        return parameter.as_strided(self.dest_shape, self.dest_stride, parameter.storage_offset() + self.dest_offset)
 
     @property
     def numel(self) -> int:

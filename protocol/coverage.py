@@ -42,9 +42,7 @@ class PlanBudget:
 
     def _check(self, what: str, count: int, limit: int | None) -> None:
         if limit is not None and count > limit:
-            raise PlanBudgetError(
-                f"the plan needs {count} {what}, the budget is {limit}: raise PlanBudget.max_{what}"
-            )
+            raise PlanBudgetError(f"the plan needs {count} {what}, the budget is {limit}: raise PlanBudget.max_{what}")
 
 
 @dataclass(frozen=True)

@@ -62,26 +62,21 @@ def execute_plan(plan: TransferPlan, sources: Sequence[torch.Tensor], targets: S
     return moved
 
 
-def execute_runs(
-    runs: Sequence[SegmentRuns], sources: Mapping[int, Buffer], targets: Mapping[int, Buffer]
-) -> int:
+def execute_runs(runs: Sequence[SegmentRuns], sources: Mapping[int, Buffer], targets: Mapping[int, Buffer]) -> int:
     """Copy every run by address, as a transport would; returns the bytes moved.
 
     Raises InvalidLayoutError for a rank without a buffer or a run outside one, before anything is written.
     """
     for r in runs:
         if r.source_rank not in sources or r.target_rank not in targets:
-            raise InvalidLayoutError(
-                f"no buffer for source rank {r.source_rank} or target rank {r.target_rank}"
-            )
+            raise InvalidLayoutError(f"no buffer for source rank {r.source_rank} or target rank {r.target_rank}")
         for side, offsets, buffer in (
             (f"source rank {r.source_rank}", r.source_byte, sources[r.source_rank]),
             (f"target rank {r.target_rank}", r.target_byte, targets[r.target_rank]),
         ):
             if len(offsets) and (offsets.min() < 0 or (offsets + r.nbytes).max() > buffer.nbytes):
                 raise InvalidLayoutError(
-                    f"{side}: runs reach byte {int((offsets + r.nbytes).max())} "
-                    f"of a buffer of {buffer.nbytes}"
+                    f"{side}: runs reach byte {int((offsets + r.nbytes).max())} of a buffer of {buffer.nbytes}"
                 )
     moved = 0
     for r in runs:

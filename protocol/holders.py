@@ -192,9 +192,7 @@ class ObjectivePolicy:
     def _best(self, request: HolderRequest, state: PlanState) -> int:
         if len(request.candidates) == 1:
             return request.candidates[0]
-        return min(
-            request.candidates, key=lambda rank: (*(f(request, rank, state) for f in self.objectives), rank)
-        )
+        return min(request.candidates, key=lambda rank: (*(f(request, rank, state) for f in self.objectives), rank))
 
 
 @dataclass(frozen=True)
@@ -208,9 +206,7 @@ class CallablePolicy:
         return [r.candidates[0] if len(r.candidates) == 1 else self.function(r) for r in requests]
 
 
-def resolve_policy(
-    policy: str | HolderPolicy | HolderCallable, *, locality: Locality | None = None
-) -> HolderPolicy:
+def resolve_policy(policy: str | HolderPolicy | HolderCallable, *, locality: Locality | None = None) -> HolderPolicy:
     """The policy object for a name (`adjacency+balance`), a policy object, or a callable `(request) -> rank`.
 
     Raises InvalidHolderPolicyError for an unknown name, or `locality` without nodes.

@@ -107,9 +107,7 @@ def segmented_map(
     if len(table) != split_count or not table:
         raise InvalidLayoutError(f"{split_count} segments are split, widths are given for {len(table)}")
     if sum(size for size, _ in segments) != shape[dim]:
-        raise InvalidLayoutError(
-            f"segments {list(segments)} do not sum to {shape[dim]} (dim {dim} of {shape})"
-        )
+        raise InvalidLayoutError(f"segments {list(segments)} do not sum to {shape[dim]} (dim {dim} of {shape})")
     ranks = _rank_count(table, table)
     spans: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     base, remaining = 0, iter(table)
@@ -141,9 +139,7 @@ def block_gather_map(
     for rank, ids in enumerate(ids_by_rank):
         bad = [b for b in ids if not 0 <= b < blocks]
         if bad or len(set(ids)) != len(ids):
-            raise InvalidLayoutError(
-                f"rank {rank}: block ids {list(ids)} must be distinct and in 0..{blocks - 1}"
-            )
+            raise InvalidLayoutError(f"rank {rank}: block ids {list(ids)} must be distinct and in 0..{blocks - 1}")
         spans.append([(b * block_size, block_size) for b in ids])
     return _spans_map(shape, spans, dim, join=True)
 
@@ -155,9 +151,7 @@ def codegen_block_ids(rows: int, tp: int) -> tuple[int, list[list[int]]]:
     (b, w) = divmod(4r + e, tp), the query, value and key blocks 3*tp*b + tp*q + w.
     """
     if tp < 1 or rows % (12 * tp):
-        raise InvalidLayoutError(
-            f"CodeGen with {rows} rows cannot be cut into 12 blocks on each of {tp} ranks"
-        )
+        raise InvalidLayoutError(f"CodeGen with {rows} rows cannot be cut into 12 blocks on each of {tp} ranks")
     ids: list[list[int]] = []
     for rank in range(tp):
         groups = [divmod(4 * rank + e, tp) for e in range(4)]
@@ -192,16 +186,12 @@ def fused_qkv_map(
     """
     shape = _shape(shape)
     if num_groups < 1 or num_heads % num_groups or head_dim < 1 or tp < 1 or num_heads % tp:
-        raise InvalidLayoutError(
-            f"{num_heads} heads, {num_groups} groups and {tp} ranks do not divide evenly"
-        )
+        raise InvalidLayoutError(f"{num_heads} heads, {num_groups} groups and {tp} ranks do not divide evenly")
     rows = (num_heads + 2 * num_groups) * head_dim
     if not shape or shape[0] != rows:
         raise InvalidLayoutError(f"fused QKV needs {rows} rows, shape is {shape}")
     if max(num_groups, tp) % min(num_groups, tp):
-        raise UnsupportedLayoutError(
-            f"{num_groups} key/value groups over {tp} ranks is not a whole number each"
-        )
+        raise UnsupportedLayoutError(f"{num_groups} key/value groups over {tp} ranks is not a whole number each")
     key, value = num_heads * head_dim, (num_heads + num_groups) * head_dim
     per_group, own_heads = num_heads // num_groups, num_heads // tp
     spans: list[list[tuple[int, int]]] = []
@@ -305,14 +295,10 @@ def _placement_dim(placement: Any, shape: tuple[int, ...]) -> int | None:
         return None
     elif kind == "Shard":
         return _dim(shape, int(placement.dim))
-    raise UnsupportedLayoutError(
-        f"placement {placement!r} cannot be planned: only Shard(dim) and Replicate()"
-    )
+    raise UnsupportedLayoutError(f"placement {placement!r} cannot be planned: only Shard(dim) and Replicate()")
 
 
-def _grid_map(
-    shape: tuple[int, ...], positions: Sequence[tuple[int, ...]], splits: dict[int, int]
-) -> AffineMap:
+def _grid_map(shape: tuple[int, ...], positions: Sequence[tuple[int, ...]], splits: dict[int, int]) -> AffineMap:
     shards = []
     for position in positions:
         start, extent = [0] * len(shape), list(shape)
@@ -354,9 +340,7 @@ def _spans_map(
     return _assemble(shape, shards)
 
 
-def _assemble(
-    shape: tuple[int, ...], shards: Iterable[tuple[tuple[int, ...], Sequence[_Placed]]]
-) -> AffineMap:
+def _assemble(shape: tuple[int, ...], shards: Iterable[tuple[tuple[int, ...], Sequence[_Placed]]]) -> AffineMap:
     shards = list(shards)
     holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for rank, (_, placed) in enumerate(shards):

@@ -301,9 +301,7 @@ class SyncLedger:
     def _stall_text(self) -> str:
         snap = self.snapshot()
         waiting = "; ".join(f"waiting {self._clock() - w.since:.1f} s for {w.what}" for w in snap.waits)
-        unfreed = "; ".join(
-            f"group {group} not freed by consumers {list(who)}" for group, who in snap.unfreed.items()
-        )
+        unfreed = "; ".join(f"group {group} not freed by consumers {list(who)}" for group, who in snap.unfreed.items())
         return (
             f"epoch {snap.epoch}: no progress for {self._stall_timeout_s:g} s: "
             f"{unfreed or 'no published group is outstanding'} ({waiting or 'nobody waits'})"

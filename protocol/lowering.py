@@ -102,9 +102,7 @@ def lower_segment(segment: Segment, itemsize: int) -> tuple[Ints, Ints, int]:
     return source * itemsize, target * itemsize, length * itemsize
 
 
-def lower_segments(
-    segments: Iterable[Segment], itemsize: int, *, max_runs: int | None = None
-) -> list[SegmentRuns]:
+def lower_segments(segments: Iterable[Segment], itemsize: int, *, max_runs: int | None = None) -> list[SegmentRuns]:
     """All runs, one entry for each pair of ranks, in target order; runs adjacent on both sides are joined.
 
     Raises PlanBudgetError when the segments would need more than `max_runs` runs, before they are made.
@@ -121,9 +119,7 @@ def lower_segments(
     for (target_rank, source_rank), own in sorted(by_pair.items(), key=lambda item: item[0]):
         parts = [lower_segment(s, itemsize) for s in own]
         scattered = sum(
-            s.numel * itemsize
-            for s, (_, _, n) in zip(own, parts, strict=True)
-            if n == itemsize and s.numel > 1
+            s.numel * itemsize for s, (_, _, n) in zip(own, parts, strict=True) if n == itemsize and s.numel > 1
         )
         source = np.concatenate([p[0] for p in parts])
         target = np.concatenate([p[1] for p in parts])

@@ -113,9 +113,7 @@ class AffineMap:
         import torch
 
         if [tuple(s.shape) for s in shards] != list(self.shard_shapes):
-            raise InvalidLayoutError(
-                f"shards of shapes {[tuple(s.shape) for s in shards]}, map of {self.shard_shapes}"
-            )
+            raise InvalidLayoutError(f"shards of shapes {[tuple(s.shape) for s in shards]}, map of {self.shard_shapes}")
         if not shards:
             raise InvalidLayoutError(f"no shard to rebuild {self.logical_shape} from")
         logical = torch.zeros(self.logical_shape, dtype=shards[0].dtype, device=shards[0].device)

@@ -190,11 +190,11 @@ def _stamp(loader: Callable[..., Any], slot: _Slot, recorder: LoadRecorder) -> C
 # -- memory -------------------------------------------------------------------------------------------
 
 
-class _WriteGuard(TorchDispatchMode):
+class _WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Skips every operation that would write into the module's storages; reads go through."""
 
     def __init__(self, slots: Sequence[_Slot]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._guarded = {slot.tensor.untyped_storage()._cdata for slot in slots}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,7 +222,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Byte range of a tensor in its storage."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0:
         end = start

@@ -102,7 +102,9 @@ class Router:
             if not owners:
                 raise InvalidLayoutError(f"owner set {index} is empty: nobody holds its names")
             if owners[0] < 0 or owners[-1] >= self.num_producers:
-                raise InvalidLayoutError(f"owner set {index} {owners} names a producer outside 0..{self.num_producers - 1}")
+                raise InvalidLayoutError(
+                    f"owner set {index} {owners} names a producer outside 0..{self.num_producers - 1}"
+                )
         for name, owner_class in self._class_of.items():
             if not 0 <= owner_class < len(self.owner_sets):
                 raise InvalidLayoutError(f"{name!r} is of owner class {owner_class}; there are {len(self.owner_sets)}")
@@ -125,7 +127,9 @@ class Router:
         """
         owner_class = self._class_of.get(name, 0 if len(self.owner_sets) == 1 else None)
         if owner_class is None:
-            raise InvalidLayoutError(f"{name!r} belongs to no owner class; there are {len(self.owner_sets)} to choose from")
+            raise InvalidLayoutError(
+                f"{name!r} belongs to no owner class; there are {len(self.owner_sets)} to choose from"
+            )
         return owner_class
 
     def owners(self, name: str) -> tuple[int, ...]:

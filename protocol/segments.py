@@ -102,9 +102,7 @@ def plan_pull(
     return [
         PullSegment(runs.session, src, copy.param_name, dst, nbytes)
         for runs in lower_copy(copy, source, refuse_small_runs=False)
-        for src, dst, nbytes in zip(
-            runs.src_addr.tolist(), runs.dst_byte.tolist(), runs.nbytes.tolist(), strict=True
-        )
+        for src, dst, nbytes in zip(runs.src_addr.tolist(), runs.dst_byte.tolist(), runs.nbytes.tolist(), strict=True)
     ]
 
 
@@ -182,7 +180,7 @@ def source_view(copy: RecordedCopy, src_shape: tuple[int, ...], src_dtype: torch
     rest = copy.op_chain[position:] if position < len(copy.op_chain) else ()
     return SourceView(
         dtype=current.dtype,
-        offset=current.storage_offset(),
+        offset=int(current.storage_offset()),
         shape=tuple(current.shape),
         strides=tuple(current.stride()),
         prefix=tuple(entry for entries in prefix for entry in entries),
@@ -249,9 +247,7 @@ def _coalesce(dims: list[tuple[int, int, int]], itemsize: int) -> tuple[list[tup
 # -- step 3 -------------------------------------------------------------------------------------------
 
 
-def _cut_by_shards(
-    starts: Int64, targets: Int64, length: int, source: Source, copy: RecordedCopy
-) -> list[Runs]:
+def _cut_by_shards(starts: Int64, targets: Int64, length: int, source: Source, copy: RecordedCopy) -> list[Runs]:
     lengths = np.full(len(starts), length, dtype=np.int64)
     taken: dict[int, list[tuple[Int64, Int64, Int64]]] = {}
     for shard in source.shards:
@@ -308,9 +304,7 @@ class _Grab:
         end = np.where(mine, end, lengths)
         end = np.maximum(begin, end)
         inside = _pieces([(starts + begin, targets + begin, end - begin)])
-        outside = _pieces(
-            [(starts, targets, begin), (starts + end, targets + end, lengths - end)]
-        )
+        outside = _pieces([(starts, targets, begin), (starts + end, targets + end, lengths - end)])
         return inside, outside
 
     def addresses(self, starts: Int64) -> Int64:

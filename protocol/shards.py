@@ -147,9 +147,7 @@ def check_complete(merged: Mapping[str, PublishedTensor]) -> None:
             )
 
 
-def find_holes(
-    full_shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> list[Box]:
+def find_holes(full_shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Box]:
     """Boxes of the tensor that none of the (offset, shape) boxes covers."""
     if not _product(full_shape):
         return []
@@ -165,9 +163,7 @@ def find_holes(
 def _subtract(box: Box, taken: Box) -> list[Box]:
     """What is left of a box: at most two slabs per dimension."""
     (start, end), (low, high) = box, taken
-    if any(
-        max(s, a) >= min(e, b) for s, e, a, b in zip(start, end, low, high, strict=True)
-    ):
+    if any(max(s, a) >= min(e, b) for s, e, a, b in zip(start, end, low, high, strict=True)):
         return [box]
     left = []
     start, end = list(start), list(end)  # type: ignore[assignment]
@@ -191,12 +187,9 @@ def _check_agreement(known: PublishedTensor, new: PublishedTensor) -> None:
 
 
 def _check_shard(tensor: PublishedTensor, shard: PublishedShard) -> None:
-    fits = (
-        len(shard.shard_offset) == len(shard.shape) == len(tensor.full_shape)
-        and all(
-            o >= 0 and s >= 0 and o + s <= full
-            for o, s, full in zip(shard.shard_offset, shard.shape, tensor.full_shape, strict=True)
-        )
+    fits = len(shard.shard_offset) == len(shard.shape) == len(tensor.full_shape) and all(
+        o >= 0 and s >= 0 and o + s <= full
+        for o, s, full in zip(shard.shard_offset, shard.shape, tensor.full_shape, strict=True)
     )
     if not fits:
         raise InvalidLayoutError(

@@ -74,9 +74,7 @@ class TransferPlan:
             sources[s.source_rank] += s.numel
             targets[s.target_rank] += s.numel
             copies[s.source_rank] += 1
-        return TransferStatistics(
-            self.raw_copies, len(self.segments), sum(targets.values()), sources, copies, targets
-        )
+        return TransferStatistics(self.raw_copies, len(self.segments), sum(targets.values()), sources, copies, targets)
 
 
 def plan_transfer(

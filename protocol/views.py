@@ -95,7 +95,8 @@ _METADATA: frozenset[Any] = frozenset(
         ),
     }
 )
-_IDENTITIES: frozenset[Any] = frozenset({_T.detach, torch.detach, _T.data.__get__, _T.cpu, _T.cuda})
+_DATA: Any = _T.data
+_IDENTITIES: frozenset[Any] = frozenset({_T.detach, torch.detach, _DATA.__get__, _T.cpu, _T.cuda})
 
 
 class FrozenSlice(NamedTuple):
@@ -172,7 +173,7 @@ class RecordingTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._says_device
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"RecordingTensor({describe_chain(self._weight_name, self._chain)})"
 
@@ -232,7 +233,12 @@ class RecordingTensor(torch.Tensor):
                 f"the loader converts {describe_chain(*self.key)} and then looks at its bits as {geometry.dtype}"
             )
         return self._wrap(
-            geometry.as_subclass(torch.Tensor), self._weight_name, chain, self._says_device, self._sink, self._converted_to
+            geometry.as_subclass(torch.Tensor),
+            self._weight_name,
+            chain,
+            self._says_device,
+            self._sink,
+            self._converted_to,
         )
 
     def _converted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordingTensor:
@@ -286,7 +292,7 @@ class LoadRecorder:
             src_name=source.key[0],
             op_chain=source.key[1],
             param_name=param_name,
-            dest_offset=destination.storage_offset() - base,
+            dest_offset=int(destination.storage_offset()) - base,
             dest_shape=tuple(destination.shape),
             dest_stride=tuple(destination.stride()),
             dest_dtype=destination.dtype,
@@ -301,9 +307,9 @@ class LoadRecorder:
             module, param_name = self.current
             parameter = getattr(module, param_name, None) if isinstance(module, torch.nn.Module) else None
             if parameter is None or _same_storage(parameter, destination):
-                return module, param_name, 0 if parameter is None else parameter.storage_offset()
+                return module, param_name, 0 if parameter is None else int(parameter.storage_offset())
         found = self._resolve(destination) if self._resolve is not None else None
-        return None if found is None else (found[0], found[1], found[2].storage_offset())
+        return None if found is None else (found[0], found[1], int(found[2].storage_offset()))
 
 
 def replay(tensor: torch.Tensor, op_chain: OpChain) -> torch.Tensor:
@@ -329,9 +335,7 @@ def replay(tensor: torch.Tensor, op_chain: OpChain) -> torch.Tensor:
     return current
 
 
-def chain_result(
-    shape: tuple[int, ...], dtype: torch.dtype, op_chain: OpChain
-) -> tuple[tuple[int, ...], torch.dtype]:
+def chain_result(shape: tuple[int, ...], dtype: torch.dtype, op_chain: OpChain) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a chain's result, without data.
 
     Raises:

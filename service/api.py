@@ -83,7 +83,8 @@ def start(name: str = "default", address: str | None = None, settings: Settings 
 
     Args:
         name: several services of different names run side by side on one Ray.
-        address: Ray address; None takes the connected or running cluster, else launches a local one.
+        address: Ray address; None takes the connected or running cluster, else launches a local one; "local"
+            always launches one of its own.
         settings: None takes environment variables and defaults. An existing service keeps its own.
 
     Raises:
@@ -167,16 +168,22 @@ def _ensure_ray(address: str | None) -> bool:
     """Connect to Ray; True if this call launched it."""
     if ray.is_initialized():
         return False
-    if address is not None:
+    if address not in (None, "local"):
         _connect_ray(address)
         return False
-    try:
-        _connect_ray("auto")
-    except ConnectionError:
-        log.info("no Ray cluster is running; launching a local one")
-        ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, include_dashboard=False)
-        return True
-    return False
+    if address is None:
+        with contextlib.suppress(ConnectionError):
+            _connect_ray("auto")
+            return False
+    log.info("launching a local Ray cluster")
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        configure_logging=False,
+        include_dashboard=False,
+    )
+    return True
 
 
 def _connect_ray(address: str) -> None:

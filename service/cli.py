@@ -18,7 +18,9 @@ from rich.console import Console
 from weightsync.protocol.errors import WeightsyncError
 
 app = typer.Typer(
-    help="Weight synchronisation for RL post-training on Ray.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Weight synchronisation for RL post-training on Ray.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Option("--name", "-n", help="service name")]
@@ -44,7 +46,12 @@ def demo(
         raise _Refused(f"the demo needs the `demo` extra ({error}); run `pip install 'weightsync[demo]'`") from error
     raise typer.Exit(
         run_demo(
-            size=size, versions=versions, mode=mode, install=install, transport=transport, json_output=json_output
+            size=size,
+            versions=versions,
+            mode=mode,
+            install=install,
+            transport=transport,
+            json_output=json_output,
         )
     )
 

@@ -34,7 +34,14 @@ def ensure_cluster() -> bool:
         return False
     log = _note().with_suffix(".log")
     log.parent.mkdir(mode=0o700, exist_ok=True)
-    command = [_ray_command(), "start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats"]
+    command = [
+        _ray_command(),
+        "start",
+        "--head",
+        "--block",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True

@@ -154,9 +154,7 @@ class Publisher:
         self._check_vacancy()
         nonce = secrets.token_hex(4)
         agent_name = f"{self._options.service}:rank{self._rank}:{nonce}"
-        self._transport = create_transport(
-            self._options.transport, agent_name, serves=self._mode is PublishMode.LIVE
-        )
+        self._transport = create_transport(self._options.transport, agent_name, serves=self._mode is PublishMode.LIVE)
         held = self._source.held_names()
         self._actor = spawn_producer(
             self._options.service,

@@ -74,8 +74,12 @@ def deploy_ingress(service: str, settings: Settings) -> str:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     port = settings.http_port or _free_port(settings.http_host)
     serve.start(http_options=HTTPOptions(host=settings.http_host, port=port))
+    ingress: Any = Ingress
     serve.run(
-        Ingress.bind(service), name=application_name(service), route_prefix=route_prefix(service), blocking=False
+        ingress.bind(service),
+        name=application_name(service),
+        route_prefix=route_prefix(service),
+        blocking=False,
     )
     return _url(service)
 
@@ -92,7 +96,8 @@ def remove_ingress(service: str) -> None:
 def _url(service: str) -> str:
     from ray.serve.context import _get_global_client
 
-    options = _get_global_client().http_config
+    client: Any = _get_global_client()
+    options = client.http_config
     return f"http://{options.host}:{options.port}{route_prefix(service)}"
 
 

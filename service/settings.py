@@ -37,13 +37,17 @@ class Settings(BaseSettings):
         64, ge=1, description="limit on inference workers; sizes the producers' serve thread pools"
     )
     num_serve_buffers: int = Field(
-        2, ge=1, description="K: serve slots per consumer and producer in staged mode, and receive slots per worker"
+        2,
+        ge=1,
+        description="K: serve slots per consumer and producer in staged mode, and receive slots per worker",
     )
     gather_lookahead: int = Field(
         1, ge=0, description="L: in staged mode at most L + 1 gathered groups are resident per trainer rank"
     )
     stall_timeout_s: float = Field(
-        300.0, gt=0, description="a sync in which nothing moves for this long is given up, naming who waits for whom"
+        300.0,
+        gt=0,
+        description="a sync in which nothing moves for this long is given up, naming who waits for whom",
     )
     join_grace_s: float = Field(
         30.0, ge=0, description="how long a publish waits for workers that have joined but are still planning"

@@ -48,7 +48,10 @@ class StateDictSource(WeightSource):
             canonical = first_name.setdefault(_memory_key(name, tensor), name)
             metas.append(
                 TensorMeta(
-                    name, dtype_name(tensor.dtype), tuple(tensor.shape), None if canonical == name else canonical
+                    name,
+                    dtype_name(tensor.dtype),
+                    tuple(tensor.shape),
+                    None if canonical == name else canonical,
                 )
             )
         return tuple(metas)
@@ -180,4 +183,3 @@ def dtensor_offset(name: str, tensor: DTensor) -> tuple[int, ...]:
             f"{tuple(extent)}; use mode='staged'"
         )
     return tuple(offset)
-

@@ -82,8 +82,7 @@ class StateDictTarget(WeightTarget):
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in self._tensors.items()
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in self._tensors.items()
         }
 
 

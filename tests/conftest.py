@@ -36,9 +36,3 @@ def make_service(cluster: None) -> Iterator[Callable[..., ServiceHandle]]:
     for handle in handles:
         with contextlib.suppress(Exception):
             handle.shutdown()
-
-
-@pytest.fixture
-def service(make_service: Callable[..., ServiceHandle]) -> ServiceHandle:
-    """A service over NIXL with short timeouts."""
-    return make_service()

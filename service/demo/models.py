@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,

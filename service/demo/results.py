@@ -24,9 +24,7 @@ class VersionResult(BaseModel):
     def failures(self, tolerance: float, workers: list[str]) -> list[str]:
         """Every check that failed, in words."""
         found = [f"version {self.version}: {problem}" for problem in self.problems]
-        found += [
-            f"version {self.version}: training left {name} unchanged" for name in self.unchanged_parameters
-        ]
+        found += [f"version {self.version}: training left {name} unchanged" for name in self.unchanged_parameters]
         if self.report.bytes != self.report.needed_bytes:
             found.append(
                 f"version {self.version}: {self.report.bytes} bytes on the wire, {self.report.needed_bytes} needed"

@@ -53,10 +53,11 @@ def run_demo(
     """Run the demo; returns the process exit code (0 verified, 1 a check failed, 130 interrupted)."""
     view = DemoView(json_output)
     config = model_config(size)
-    settings = Settings(http_port=0, min_consumers=TENSOR_PARALLEL, **({"transport": transport} if transport else {}))
+    given: dict[str, Any] = {} if transport is None else {"transport": transport}
+    settings = Settings(http_port=0, min_consumers=TENSOR_PARALLEL, **given)
     stage = _Stage(view)
     try:
-        with _sigterm_interrupts():
+        with _sigterm_interrupts(), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
             try:
                 result = stage.play(size, config, versions, mode, install, settings)
             finally:
@@ -83,13 +84,11 @@ class _Stage:
         self._handle: ServiceHandle | None = None
         self._actors: list[Any] = []
 
-    def play(
-        self, size: str, config: Any, versions: int, mode: str, install: str, settings: Settings
-    ) -> DemoResult:
+    def play(self, size: str, config: Any, versions: int, mode: str, install: str, settings: Settings) -> DemoResult:
         started = time.monotonic()
         view, service = self._view, f"demo-{secrets.token_hex(3)}"
         with view.busy("starting Ray and the service ..."):
-            self._handle = start(service, settings=settings)
+            self._handle = start(service, address="local", settings=settings)
         status = self._handle.status()
         view.say(f"service {service} on {status.http_url} (transport {status.transport})")
         with view.busy(f"building the {size} model on {TRAINER_RANKS} FSDP2 ranks and its tensor-parallel engine ..."):
@@ -100,9 +99,7 @@ class _Stage:
             parameters = ray.get([trainer.parameters.remote() for trainer in trainers])[0]
             ray.get([worker.ready.remote() for worker in workers])
         view.say(f"{parameters / 1e6:.1f} M parameters in bfloat16; training {versions} versions")
-        results = [
-            self._one_version(version, config, trainers, workers) for version in range(1, versions + 1)
-        ]
+        results = [self._one_version(version, config, trainers, workers) for version in range(1, versions + 1)]
         names = [f"tp{rank}" for rank in range(TENSOR_PARALLEL)]
         return DemoResult(
             size=size,
@@ -118,9 +115,7 @@ class _Stage:
             seconds=time.monotonic() - started,
         )
 
-    def _one_version(
-        self, version: int, config: Any, trainers: list[Any], workers: list[Any]
-    ) -> VersionResult:
+    def _one_version(self, version: int, config: Any, trainers: list[Any], workers: list[Any]) -> VersionResult:
         view = self._view
         before = time.monotonic()
         with view.busy(f"version {version}: training step ..."):
@@ -134,9 +129,7 @@ class _Stage:
             loss=steps[0][0],
             train_seconds=train_seconds,
             report=report,
-            unchanged_parameters=[
-                f"rank {rank} {name}" for rank, step in enumerate(steps) for name in step[1]
-            ],
+            unchanged_parameters=[f"rank {rank} {name}" for rank, step in enumerate(steps) for name in step[1]],
             problems=problems,
             logits_distance=distance,
         )
@@ -204,4 +197,3 @@ def _undisturbed() -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"
-

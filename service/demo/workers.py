@@ -51,9 +51,7 @@ def free_port() -> int:
 
 def _join_group(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
 
 
 class TrainerRank:
@@ -163,7 +161,7 @@ def _parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def _local(parameter: Any) -> torch.Tensor:
     return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -179,7 +177,7 @@ def _as_array(parameter: torch.Tensor) -> np.ndarray:
 def spawn(actor_class: type, *common: Any, world: int) -> list[Any]:
     """One actor per rank; they meet at a free port of this host."""
     port = free_port()
-    remote = ray.remote(num_cpus=0, runtime_env={"env_vars": _KEEP_MEMORY})(actor_class)
+    remote: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": _KEEP_MEMORY})(actor_class)
     return [remote.remote(*common, rank, world, port) for rank in range(world)]
 
 
@@ -190,4 +188,3 @@ def stop(actors: list[Any], timeout_s: float = 5.0) -> None:
     ray.wait(closing, num_returns=len(closing), timeout=max(0.0, deadline - time.monotonic()))
     for actor in actors:
         ray.kill(actor)
-

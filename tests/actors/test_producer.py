@@ -68,7 +68,7 @@ def test_produce_waits_for_the_publish() -> None:
 
 def test_a_name_this_rank_never_serves_fails_at_once_and_is_named() -> None:
     producer = opened(served_names=["a"])
-    with pytest.raises(WrongProducerError, match="model.norm"):
+    with pytest.raises(WrongProducerError, match=r"model\.norm"):
         producer.produce([("model.norm", ())], consumer_id=0, seq=0, epoch=1)
     with pytest.raises(WrongProducerError, match="stray"):
         producer.publish_group(0, {"a": torch.zeros(1), "stray": torch.zeros(1)})
@@ -217,7 +217,7 @@ def test_fail_reaches_a_parked_request() -> None:
 
 def test_a_request_nobody_can_satisfy_ends_by_the_watchdog() -> None:
     producer = opened(stall_timeout_s=0.2)
-    with pytest.raises(StallError, match="'?a'? to be published"):
+    with pytest.raises(StallError, match="a to be published"):
         producer.produce([("a", ())], consumer_id=0, seq=0, epoch=1)
 
 

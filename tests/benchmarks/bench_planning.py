@@ -154,9 +154,7 @@ def deepseek(worker: int = 5) -> dict[str, object]:
         if key not in layouts:
             split = ranks > 1 and shape[0] % ranks == 0
             layouts[key] = (
-                contiguous_split_map(shape, [shape[0] // ranks] * ranks, 0)
-                if split
-                else replicated_map(shape, ranks)
+                contiguous_split_map(shape, [shape[0] // ranks] * ranks, 0) if split else replicated_map(shape, ranks)
             )
         return layouts[key]
 
@@ -204,9 +202,7 @@ def main() -> None:
     for title, table in tables.items():
         print(f"\n{title}")
         for row in table:
-            cells = [
-                f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if k != "case"
-            ]
+            cells = [f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if k != "case"]
             print(f"  {row['case']:<46} {'  '.join(cells)}")
 
 

@@ -40,9 +40,7 @@ def held_by(engine: EngineModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in engine.named_parameters()}
 
 
-def loaded_engine(
-    config: Any, checkpoint: dict[str, torch.Tensor], rank: int, without: str = ""
-) -> EngineModel:
+def loaded_engine(config: Any, checkpoint: dict[str, torch.Tensor], rank: int, without: str = "") -> EngineModel:
     engine = EngineModel(config, rank, WORLD)
     engine.load_weights((name, tensor) for name, tensor in checkpoint.items() if name != without)
     return engine
@@ -56,9 +54,7 @@ def test_the_engines_loaders_and_the_reference_agree_on_every_bit(
     assert bit_differences(held_by(loaded_engine(config, checkpoint, rank)), expected) == []
 
 
-def test_the_slices_of_all_ranks_partition_the_model(
-    config: Any, checkpoint: dict[str, torch.Tensor]
-) -> None:
+def test_the_slices_of_all_ranks_partition_the_model(config: Any, checkpoint: dict[str, torch.Tensor]) -> None:
     """Number every element: sharded ones must turn up once over all ranks, the norms once on each."""
     numbered, first = {}, 0
     for name, tensor in checkpoint.items():
@@ -74,9 +70,7 @@ def test_the_slices_of_all_ranks_partition_the_model(
         assert (seen[numbers.flatten()] == times).all(), name
 
 
-def test_one_flipped_bit_in_any_parameter_is_found_and_named(
-    config: Any, checkpoint: dict[str, torch.Tensor]
-) -> None:
+def test_one_flipped_bit_in_any_parameter_is_found_and_named(config: Any, checkpoint: dict[str, torch.Tensor]) -> None:
     held = held_by(loaded_engine(config, checkpoint, rank=1))
     expected = expected_parameters(checkpoint, config, 1, WORLD)
     for name, parameter in held.items():
@@ -126,9 +120,7 @@ def test_another_ranks_slice_is_seen(config: Any, checkpoint: dict[str, torch.Te
 
 def test_missing_extra_and_misshapen_parameters_are_named() -> None:
     one = torch.ones(2, dtype=torch.bfloat16)
-    found = bit_differences(
-        {"extra": one, "long": one}, {"absent": one, "long": torch.ones(3, dtype=one.dtype)}
-    )
+    found = bit_differences({"extra": one, "long": one}, {"absent": one, "long": torch.ones(3, dtype=one.dtype)})
     assert [line.split(":")[0] for line in found] == ["extra", "absent", "long"]
 
 

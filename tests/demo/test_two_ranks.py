@@ -86,9 +86,7 @@ def _one_version(trainer: workers.TrainerRank, engine: EngineModel, rank: int) -
     )
     if reference is not None:
         arrays, logits = reference
-        seen.reference = {
-            name: torch.from_numpy(array).view(torch.bfloat16) for name, array in arrays.items()
-        }
+        seen.reference = {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in arrays.items()}
         seen.stale_distance = logits_distance(stale, logits)
         seen.own_distance = logits_distance(own, logits)
         seen.trainer_to_unsharded = logits_distance(_unsharded_logits(full, tokens), logits)

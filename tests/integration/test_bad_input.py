@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from helpers import RowSource, equal, model
 
 from weightsync.protocol.errors import (
@@ -40,9 +36,9 @@ def zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
 
 
-def still_works(service: ServiceHandle, version: int) -> bool:
+def still_works(service: ServiceHandle) -> bool:
     """A complete publish and sync with fresh members."""
-    target = zeros()
+    target, version = zeros(), (service.status().newest_version or 0) + 1
     with (
         Publisher(service, 0, 1, StateDictSource(model(version))) as publisher,
         Subscriber(service, "check", StateDictTarget(target)) as subscriber,
@@ -73,10 +69,11 @@ def test_ranks_that_disagree_are_refused_with_tensor_ranks_and_values(
             Publisher(service, 1, 2, RowSource(other, 1, 2))
         for word in (*words, "rank 0", "rank 1"):
             assert word in str(refused.value)
-    assert still_works(service, 1)
+    assert still_works(service)
 
 
-def test_a_missing_shard_is_refused_naming_the_hole(service: ServiceHandle) -> None:
+def test_a_missing_shard_is_refused_naming_the_hole(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    version = fresh()
     incomplete = RowSource(model(1), 1, 2)
     del incomplete.parts["layers.1.attn.weight"]
     with Publisher(service, 0, 2, RowSource(model(1), 0, 2)) as first:
@@ -84,12 +81,13 @@ def test_a_missing_shard_is_refused_naming_the_hole(service: ServiceHandle) -> N
 
         def publish() -> None:
             try:
-                first.publish(1, timeout=20)
+                first.publish(version, timeout=20)
             except BaseException as error:
                 outcome.append(error)
 
         waiting = threading.Thread(target=publish)
         waiting.start()
+        threading.Event().wait(0.5)
         with pytest.raises(InvalidLayoutError, match=r"layers\.1\.attn\.weight.*hole from \(12, 0\) to \(24, 16\)"):
             Publisher(service, 1, 2, incomplete)
         waiting.join(20)
@@ -100,29 +98,32 @@ def test_a_missing_shard_is_refused_naming_the_hole(service: ServiceHandle) -> N
             Publisher(service, 1, 2, RowSource(model(1), 1, 2)) as second,
             Subscriber(service, "w0", StateDictTarget(target)) as subscriber,
         ):
-            other = threading.Thread(target=second.publish, args=(1, 30))
+            other = threading.Thread(target=second.publish, args=(version, 30))
             other.start()
-            first.publish(1, timeout=30)
+            first.publish(version, timeout=30)
             other.join(30)
-            subscriber.sync(1, timeout=30)
+            subscriber.sync(version, timeout=30)
         assert equal(target, model(1)), "the corrected rank joins, and the sync is whole"
 
 
-@pytest.mark.parametrize("version", [3, 2, -1, "4", True])
-def test_a_version_that_does_not_increase_is_refused(service: ServiceHandle, version: object) -> None:
-    target = zeros()
+def test_a_version_that_does_not_increase_is_refused(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    first = fresh()
     with (
         Publisher(service, 0, 1, StateDictSource(model(3))) as publisher,
-        Subscriber(service, "w0", StateDictTarget(target)) as subscriber,
+        Subscriber(service, "w0", StateDictTarget(zeros())) as subscriber,
     ):
-        publisher.publish(3, timeout=30)
-        with pytest.raises(VersionError, match=str(version)):
-            publisher.publish(version, timeout=30)  # type: ignore[arg-type]
-        publisher.publish(4, timeout=30)
-        assert subscriber.sync(4, timeout=30) == 4
+        publisher.publish(first, timeout=30)
+        for version in (first, first - 1, -1, "4", True, 1.5, None):
+            with pytest.raises(VersionError, match=str(version)):
+                publisher.publish(version, timeout=30)  # type: ignore[arg-type]
+        publisher.publish(first + 1, timeout=30)
+        assert subscriber.sync(first + 1, timeout=30) == first + 1
 
 
-def test_ranks_that_publish_different_versions_are_refused_both(service: ServiceHandle) -> None:
+def test_ranks_that_publish_different_versions_are_refused_both(
+    service: ServiceHandle, fresh: Callable[[], int]
+) -> None:
+    version = fresh()
     with (
         Publisher(service, 0, 2, RowSource(model(1), 0, 2)) as first,
         Publisher(service, 1, 2, RowSource(model(1), 1, 2)) as second,
@@ -132,27 +133,25 @@ def test_ranks_that_publish_different_versions_are_refused_both(service: Service
 
         def publish() -> None:
             try:
-                first.publish(1, timeout=20)
+                first.publish(version, timeout=20)
             except BaseException as error:
                 outcome.append(error)
 
         waiting = threading.Thread(target=publish)
         waiting.start()
-        while service.status().producers == []:
-            pass
         threading.Event().wait(0.5)
         with pytest.raises(VersionError, match="disagree"):
-            second.publish(2, timeout=20)
-        waiting.join(20)
+            second.publish(version + 1, timeout=20)
+        waiting.join(2)
         assert isinstance(outcome[0], VersionError)
-    assert still_works(service, 3)
+    assert still_works(service)
 
 
 def test_two_publishers_of_one_rank_are_refused(service: ServiceHandle) -> None:
     with Publisher(service, 0, 1, StateDictSource(model(1))):
         with pytest.raises(RegistrationError, match="rank 0 is claimed twice"):
             Publisher(service, 0, 1, StateDictSource(model(1)))
-    assert still_works(service, 1)
+    assert still_works(service)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
@@ -169,7 +168,7 @@ def test_a_name_the_worker_wants_and_nobody_publishes_is_refused(service: Servic
         with pytest.raises(InvalidLayoutError, match=r"norm\.weight.*\(3,\).*\(16,\)"):
             Subscriber(service, "w1", StateDictTarget({"norm.weight": torch.zeros(3)}))
         assert service.status().consumers == []
-    assert still_works(service, 1)
+    assert still_works(service)
 
 
 def test_a_name_the_workers_loader_does_not_know_is_refused_with_its_error(service: ServiceHandle) -> None:
@@ -187,7 +186,7 @@ def test_a_name_the_workers_loader_does_not_know_is_refused_with_its_error(servi
         pytest.raises(RegistrationError, match=r"embed\.weight"),
     ):
         Subscriber(service, "w0", ModuleTarget(Strict()))
-    assert still_works(service, 1)
+    assert still_works(service)
 
 
 def test_a_loader_that_needs_data_is_refused_by_name(service: ServiceHandle) -> None:
@@ -208,17 +207,17 @@ def test_a_loader_that_needs_data_is_refused_by_name(service: ServiceHandle) -> 
         Subscriber(service, "w0", ModuleTarget(Scaling()))
 
 
-def test_a_parameter_that_moved_is_refused_at_publish(service: ServiceHandle) -> None:
-    source = model(1)
+def test_a_parameter_that_moved_is_refused_at_publish(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    source, version = model(1), fresh()
     with (
         Publisher(service, 0, 1, StateDictSource(source)) as publisher,
         Subscriber(service, "w0", StateDictTarget(zeros())),
     ):
-        publisher.publish(1, timeout=30)
+        publisher.publish(version, timeout=30)
         source["norm.weight"].set_(torch.zeros(16))  # type: ignore[call-overload]
         with pytest.raises(SyncError, match=r"norm\.weight.*reallocated"):
-            publisher.publish(2, timeout=30)
-    assert still_works(service, 2)
+            publisher.publish(version + 1, timeout=30)
+    assert still_works(service)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +234,11 @@ def test_an_empty_source_is_refused(service: ServiceHandle) -> None:
         Publisher(service, 0, 1, StateDictSource({}))
 
 
-def test_waits_end_and_say_what_they_wait_for(service: ServiceHandle) -> None:
+def test_waits_end_and_say_what_they_wait_for(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    version = fresh()
     with Publisher(service, 0, 2, RowSource(model(1), 0, 2)) as first:
-        with pytest.raises(StallError, match=r"ranks \[1\] to publish version 1"):
-            first.publish(1, timeout=0.5)
+        with pytest.raises(StallError, match=r"ranks \[1\] to publish version"):
+            first.publish(version, timeout=0.5)
         with Subscriber(service, "w0", StateDictTarget(zeros())) as subscriber:
             with pytest.raises(StallError, match=r"trainer ranks \[1\] have not registered"):
                 subscriber.sync(timeout=0.5)
@@ -247,14 +247,14 @@ def test_waits_end_and_say_what_they_wait_for(service: ServiceHandle) -> None:
 
             def publish() -> None:
                 try:
-                    second.publish(2, timeout=3)
+                    second.publish(version, timeout=3)
                 except BaseException as error:
                     outcome.append(error)
 
             thread = threading.Thread(target=publish)
             thread.start()
             with pytest.raises(StallError, match=r"inference worker\(s\) to join"):
-                first.publish(2, timeout=3)
+                first.publish(version, timeout=3)
             thread.join(10)
             assert isinstance(outcome[0], StallError)
 
@@ -288,4 +288,4 @@ def test_without_nixl_start_refuses_or_falls_back_as_set(
     status = fallback.status()
     assert status.transport == "object_store"
     assert "not installed" in status.transport_reason
-    assert still_works(fallback, 1)
+    assert still_works(fallback)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import pytest
 import ray
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from helpers import Trainer, Worker, equal, model
+from torch import nn
 
 from weightsync.service import (
     ModuleSource,
@@ -55,9 +51,7 @@ def test_two_ranks_reach_two_workers_bit_for_bit_version_after_version(
 
 
 @pytest.mark.parametrize("transport", ["nixl", "object_store"])
-def test_staged_groups_go_through_a_bounded_ring(
-    make_service: Callable[..., ServiceHandle], transport: str
-) -> None:
+def test_staged_groups_go_through_a_bounded_ring(make_service: Callable[..., ServiceHandle], transport: str) -> None:
     service = make_service(transport=transport, gather_lookahead=0)
     tensors = model(0)
     tensors["transposed"] = torch.randn(6, 4).t()
@@ -65,8 +59,8 @@ def test_staged_groups_go_through_a_bounded_ring(
         held = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
         with Subscriber(service, "w0", StateDictTarget(held)) as subscriber:
             for version in (1, 2, 3):
-                for name, fresh in model(version).items():
-                    tensors[name].copy_(fresh)
+                for name, values in model(version).items():
+                    tensors[name].copy_(values)
                 tensors["transposed"].add_(1)
                 report = publisher.publish(version, timeout=30)
                 assert subscriber.sync(version, timeout=30) == version
@@ -74,15 +68,16 @@ def test_staged_groups_go_through_a_bounded_ring(
                 assert report.bytes == report.needed_bytes == sum(t.nbytes for t in tensors.values())
 
 
-def test_publish_then_sync_works_in_one_thread_in_shadow_mode(service: ServiceHandle) -> None:
+def test_publish_then_sync_works_in_one_thread_in_shadow_mode(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    version = fresh()
     source, target = model(1), {n: torch.zeros_like(t) for n, t in model(1).items()}
     with Subscriber(service, "w0", StateDictTarget(target)) as subscriber:
         assert not subscriber.ready
         with Publisher(service, 0, 1, StateDictSource(source)) as publisher:
-            publisher.publish(1, timeout=30)
+            publisher.publish(version, timeout=30)
             assert subscriber.version is None
             assert equal(target, {n: torch.zeros_like(t) for n, t in target.items()}), "nothing flips before sync()"
-            assert subscriber.sync(timeout=10) == 1
+            assert subscriber.sync(timeout=10) == version
             assert subscriber.ready
             assert equal(target, source)
 
@@ -100,13 +95,15 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("mode", ["live", "staged"])
 @pytest.mark.parametrize("worker_ties", [True, False])
-def test_tied_weights_move_once_whichever_side_ties(service: ServiceHandle, worker_ties: bool, mode: str) -> None:
+def test_tied_weights_move_once_whichever_side_ties(
+    service: ServiceHandle, fresh: Callable[[], int], worker_ties: bool, mode: str
+) -> None:
     trainer, worker = Tied(tie=True), Tied(tie=worker_ties)
     with (
         Publisher(service, 0, 1, ModuleSource(trainer), mode=mode) as publisher,
         Subscriber(service, "w0", ModuleTarget(worker)) as subscriber,
     ):
-        for version in (1, 2):
+        for version in (fresh(), fresh() + 1):
             with torch.no_grad():
                 trainer.embed.weight.add_(version)
             report = publisher.publish(version, timeout=30)
@@ -117,19 +114,22 @@ def test_tied_weights_move_once_whichever_side_ties(service: ServiceHandle, work
             assert report.bytes == report.needed_bytes == trainer.embed.weight.nbytes
 
 
-def test_a_worker_converts_transposes_and_skips_as_its_loader_says(service: ServiceHandle) -> None:
+def test_a_worker_converts_transposes_and_skips_as_its_loader_says(
+    service: ServiceHandle, fresh: Callable[[], int]
+) -> None:
+    version = fresh()
     source = {"layers.0.w": torch.randn(40, 33), "layers.1.w": torch.randn(8, 8), "unused": torch.randn(3)}
 
     class Engine(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.half = nn.Parameter(torch.zeros(33, 40, dtype=torch.bfloat16), requires_grad=False)
+            self.low = nn.Parameter(torch.zeros(33, 40, dtype=torch.bfloat16), requires_grad=False)
             self.padded = nn.Parameter(torch.full((10, 8), 7.0), requires_grad=False)
 
         def load_weights(self, weights: object) -> None:
             for name, weight in weights:  # type: ignore[attr-defined]
                 if name == "layers.0.w":
-                    self.half.data.copy_(weight.t())
+                    self.low.data.copy_(weight.t())
                 elif name == "layers.1.w":
                     self.padded.data[8:].zero_()
                     self.padded.data[:8].copy_(weight)
@@ -139,15 +139,17 @@ def test_a_worker_converts_transposes_and_skips_as_its_loader_says(service: Serv
         Publisher(service, 0, 1, StateDictSource(source)) as publisher,
         Subscriber(service, "w0", ModuleTarget(engine)) as subscriber,
     ):
-        report = publisher.publish(1, timeout=30)
-        subscriber.sync(1, timeout=30)
-    assert torch.equal(engine.half, source["layers.0.w"].t().to(torch.bfloat16))
+        report = publisher.publish(version, timeout=30)
+        subscriber.sync(version, timeout=30)
+    assert torch.equal(engine.low, source["layers.0.w"].t().to(torch.bfloat16))
     assert torch.equal(engine.padded[:8], source["layers.1.w"])
     assert bool((engine.padded[8:] == 7).all()), "what no weight fills is the engine's own"
     assert report.bytes == report.needed_bytes == 4 * (40 * 33 + 64)
 
 
-def test_a_worker_that_pulls_nothing_from_most_groups_still_completes(service: ServiceHandle) -> None:
+def test_a_worker_that_pulls_nothing_from_most_groups_still_completes(
+    service: ServiceHandle, fresh: Callable[[], int]
+) -> None:
     for mode in ("live", "staged"):
         source = model(1)
         target = {"layers.1.scale": torch.zeros(5)}
@@ -155,14 +157,16 @@ def test_a_worker_that_pulls_nothing_from_most_groups_still_completes(service: S
             Publisher(service, 0, 1, StateDictSource(source), mode=mode) as publisher,
             Subscriber(service, "w0", StateDictTarget(target)) as subscriber,
         ):
-            version = 1 if mode == "live" else 2
+            version = fresh()
             report = publisher.publish(version, timeout=30)
             subscriber.sync(version, timeout=30)
             assert torch.equal(target["layers.1.scale"], source["layers.1.scale"])
             assert report.bytes == 20
 
 
-def test_services_run_side_by_side_and_a_second_start_attaches(make_service: Callable[..., ServiceHandle]) -> None:
+def test_services_run_side_by_side_and_a_second_start_attaches(
+    make_service: Callable[..., ServiceHandle],
+) -> None:
     first, second = make_service("alpha"), make_service("beta")
     again = start("alpha", settings=Settings(http_port=0))
     assert again.registry._actor_id == first.registry._actor_id
@@ -182,7 +186,8 @@ def test_services_run_side_by_side_and_a_second_start_attaches(make_service: Cal
     assert connect("beta").status().newest_version == 1
 
 
-def test_http_says_what_the_registry_says(service: ServiceHandle) -> None:
+def test_http_says_what_the_registry_says(make_service: Callable[..., ServiceHandle]) -> None:
+    service = make_service()
     url = service.status().http_url
     assert url is not None
     base = url.rstrip("/")
@@ -196,39 +201,41 @@ def test_http_says_what_the_registry_says(service: ServiceHandle) -> None:
     assert f'weightsync_up{{service="{service.name}"}} 0.0' in httpx.get(f"{base}/metrics").text
 
 
-def test_a_laggard_goes_straight_to_the_newest_version(service: ServiceHandle) -> None:
+def test_a_laggard_goes_straight_to_the_newest_version(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    first = fresh()
     source, target = model(1), {n: torch.zeros_like(t) for n, t in model(1).items()}
     with (
         Publisher(service, 0, 1, StateDictSource(source)) as publisher,
         Subscriber(service, "w0", StateDictTarget(target)) as subscriber,
     ):
-        for version in (1, 2, 3):
-            for name, fresh in model(version).items():
-                source[name].copy_(fresh)
-            publisher.publish(version, timeout=30)
-        assert subscriber.sync(timeout=10) == 3
+        for step in (1, 2, 3):
+            for name, values in model(step).items():
+                source[name].copy_(values)
+            publisher.publish(first + step, timeout=30)
+        assert subscriber.sync(timeout=10) == first + 3
         assert equal(target, model(3))
-        assert subscriber.sync(timeout=10) == 3, "nothing newer: answers at once"
+        assert subscriber.sync(timeout=10) == first + 3, "nothing newer: answers at once"
 
 
-def test_a_late_joiner_is_not_ready_until_it_has_a_version(service: ServiceHandle) -> None:
+def test_a_late_joiner_is_not_ready_until_it_has_a_version(service: ServiceHandle, fresh: Callable[[], int]) -> None:
+    first = fresh()
     source = model(1)
     targets = [{n: torch.zeros_like(t) for n, t in model(1).items()} for _ in range(2)]
     with (
         Publisher(service, 0, 1, StateDictSource(source)) as publisher,
         Subscriber(service, "early", StateDictTarget(targets[0])) as early,
     ):
-        publisher.publish(1, timeout=30)
-        early.sync(1, timeout=30)
+        publisher.publish(first, timeout=30)
+        early.sync(first, timeout=30)
         with Subscriber(service, "late", StateDictTarget(targets[1])) as late:
             assert not late.ready
             outcome: list[int] = []
             thread = threading.Thread(target=lambda: outcome.append(late.sync(timeout=30)))
             thread.start()
-            for name, fresh in model(2).items():
-                source[name].copy_(fresh)
-            report = publisher.publish(2, timeout=30)
+            for name, values in model(2).items():
+                source[name].copy_(values)
+            report = publisher.publish(first + 1, timeout=30)
             thread.join(30)
-            assert outcome == [2]
+            assert outcome == [first + 1]
             assert report.installed == ["early", "late"]
             assert equal(targets[1], model(2))

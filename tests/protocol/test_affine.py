@@ -123,9 +123,7 @@ def test_boxes_hold_exactly_the_elements_of_a_strided_region(region):
         for index in product(*(range(n) for n in box.extent)):
             at = sum((a + i) * u for a, i, u in zip(box.start, index, unit, strict=True))
             assert all(a + i < n for a, i, n in zip(box.start, index, space, strict=True))
-            got.setdefault(at, []).append(
-                box.offset + sum(i * s for i, s in zip(index, box.strides, strict=True))
-            )
+            got.setdefault(at, []).append(box.offset + sum(i * s for i, s in zip(index, box.strides, strict=True)))
     wanted = {}
     for a, b in zip(here, there, strict=True):
         wanted.setdefault(a, []).append(b)

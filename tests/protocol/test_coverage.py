@@ -89,7 +89,5 @@ def test_holes_are_disjoint_boxes():
 
 def test_a_budget_names_its_limit():
     PlanBudget().check_segments(10**9)
-    with pytest.raises(
-        PlanBudgetError, match=r"11 segments, the budget is 10: raise PlanBudget.max_segments"
-    ):
+    with pytest.raises(PlanBudgetError, match=r"11 segments, the budget is 10: raise PlanBudget.max_segments"):
         PlanBudget(max_segments=10).check_segments(11)

@@ -7,9 +7,7 @@ from planning_oracles import elements
 from weightsync.protocol.folding import Segment, fold, join_adjacent, stack_repeated
 
 
-def copy(
-    source_offset, target_offset, shape=(2, 3), source_strides=(10, 1), target_strides=(10, 1), ranks=(0, 0)
-):
+def copy(source_offset, target_offset, shape=(2, 3), source_strides=(10, 1), target_strides=(10, 1), ranks=(0, 0)):
     return Segment(ranks[0], source_offset, source_strides, ranks[1], target_offset, target_strides, shape)
 
 
@@ -65,11 +63,7 @@ def test_descending_sources_are_left_alone():
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 3), st.integers(1, 3)), max_size=14
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 3), st.integers(1, 3)), max_size=14))
 def test_folding_keeps_every_move(parts):
     taken, segments = set(), []
     for a, b, h, w in parts:

@@ -52,9 +52,7 @@ def test_adjacency_takes_the_holder_whose_read_continues():
 
 def test_adjacency_runs_along_a_chain_in_either_direction():
     free = [request(0, [0, 1, 2], offset=8 * i, target_offset=8 * i) for i in range(5)]
-    assert (
-        resolve_policy("adjacency").choose([*free, request(0, [2], offset=40, target_offset=40)]) == [2] * 6
-    )
+    assert resolve_policy("adjacency").choose([*free, request(0, [2], offset=40, target_offset=40)]) == [2] * 6
     after = [request(0, [0, 1, 2], offset=8 + 8 * i, target_offset=8 + 8 * i) for i in range(5)]
     assert resolve_policy("adjacency").choose([request(0, [2]), *after]) == [2] * 6
 
@@ -67,9 +65,7 @@ def test_a_read_of_another_target_is_not_adjacent():
 def test_adjacency_never_costs_copies_on_fused_weights():
     source = sub_param_map((12, 2), [4, 4, 4], [[2, 2]] * 3, 0)
     target = sub_param_map((12, 2), [4, 4, 4], [[1] * 4] * 3, 0)
-    copies = {
-        p: len(plan_transfer(target, source, holder_policy=p).segments) for p in ("lowest", "adjacency")
-    }
+    copies = {p: len(plan_transfer(target, source, holder_policy=p).segments) for p in ("lowest", "adjacency")}
     assert copies["adjacency"] == copies["lowest"]
 
 

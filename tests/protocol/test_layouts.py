@@ -94,9 +94,7 @@ def megatron_qkv(full, heads, groups, dim, tp):
     q, k, v = full.split([heads * dim, groups * dim, groups * dim])
     per = heads // groups
     mixed = [
-        torch.cat(
-            [q[g * per * dim : (g + 1) * per * dim], k[g * dim : (g + 1) * dim], v[g * dim : (g + 1) * dim]]
-        )
+        torch.cat([q[g * per * dim : (g + 1) * per * dim], k[g * dim : (g + 1) * dim], v[g * dim : (g + 1) * dim]])
         for g in range(groups)
     ]
     return [torch.cat(mixed[r * groups // tp : (r + 1) * groups // tp]) for r in range(tp)]
@@ -112,9 +110,7 @@ def test_engine_qkv_repeats_key_value_heads_when_there_are_fewer_than_ranks():
     full = numbered((12 * 3, 2))
     q, k, v = full.split([24, 6, 6])
     expected = [
-        torch.cat(
-            [q[6 * r : 6 * r + 6], k[3 * (r // 2) : 3 * (r // 2) + 3], v[3 * (r // 2) : 3 * (r // 2) + 3]]
-        )
+        torch.cat([q[6 * r : 6 * r + 6], k[3 * (r // 2) : 3 * (r // 2) + 3], v[3 * (r // 2) : 3 * (r // 2) + 3]])
         for r in range(4)
     ]
     same(affine.fused_qkv_map(full.shape, 8, 2, 3, 4, interleaved=False), expected)

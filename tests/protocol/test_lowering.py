@@ -59,9 +59,7 @@ def test_thousands_of_rows_are_arrays_not_objects():
 
 
 def test_statistics_count_runs_by_power_of_two():
-    stats = run_statistics(
-        lower_segments([copy((4, 3), (8, 1), (3, 1)), copy((64,), (1,), (1,), 100, 100)], 2)
-    )
+    stats = run_statistics(lower_segments([copy((4, 3), (8, 1), (3, 1)), copy((64,), (1,), (1,), 100, 100)], 2))
     assert (stats.runs, stats.nbytes, stats.histogram) == (5, 152, {2: 4, 7: 1})
     assert stats.mean_run_bytes == pytest.approx(30.4)
     assert run_statistics([]).mean_run_bytes == 0.0

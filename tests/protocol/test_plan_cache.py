@@ -23,9 +23,7 @@ def test_a_placed_plan_reads_the_real_ranks_at_their_addresses():
     logical = torch.arange(24, dtype=torch.int16).reshape(6, 4)
     shards = {17: logical[:2].clone(), 5: logical[2:].clone()}
     target = torch.zeros(30, dtype=torch.int16)
-    placed = cache.place(
-        plan, 2, {r: t.data_ptr() for r, t in shards.items()}, source_ranks=[17, 5], dst_byte=12
-    )
+    placed = cache.place(plan, 2, {r: t.data_ptr() for r, t in shards.items()}, source_ranks=[17, 5], dst_byte=12)
     memory = target.numpy().view("uint8")
     for runs in placed:
         source, base = (

@@ -107,15 +107,11 @@ def replica_beside_rows(shape, rows):
     """Rank 0 holds everything, the following ranks their rows."""
     split = contiguous_split_map(shape, rows, 0)
     whole = replicated_map(shape, 1).pieces_by_rank[0][0]
-    own = [
-        [dataclasses.replace(p, locations=(r + 1,)) for p in ps] for r, ps in enumerate(split.pieces_by_rank)
-    ]
+    own = [[dataclasses.replace(p, locations=(r + 1,)) for p in ps] for r, ps in enumerate(split.pieces_by_rank)]
     return AffineMap(shape, (shape, *split.shard_shapes), [[whole], *own])
 
 
-@pytest.mark.parametrize(
-    "policy", ["lowest", "highest", "rotate", "adjacency", "balance", "adjacency+balance"]
-)
+@pytest.mark.parametrize("policy", ["lowest", "highest", "rotate", "adjacency", "balance", "adjacency+balance"])
 def test_a_replica_beside_row_shards_is_read_once(policy):
     source = replica_beside_rows((8, 4), [3, 5])
     for target in (replicated_map((8, 4), 2), contiguous_split_map((8, 4), [1, 3], 1)):
@@ -123,9 +119,7 @@ def test_a_replica_beside_row_shards_is_read_once(policy):
 
 
 def test_one_whole_replica_serves_in_one_copy_when_chosen():
-    plan = plan_transfer(
-        replicated_map((8, 4), 1), replica_beside_rows((8, 4), [3, 5]), holder_policy="lowest"
-    )
+    plan = plan_transfer(replicated_map((8, 4), 1), replica_beside_rows((8, 4), [3, 5]), holder_policy="lowest")
     assert [(s.source_rank, s.numel) for s in plan.segments] == [(0, 32)]
 
 
@@ -165,9 +159,7 @@ LAYOUTS = [
 @given(
     st.sampled_from(LAYOUTS),
     st.sampled_from(LAYOUTS),
-    st.sampled_from(
-        ["lowest", "highest", "rotate", "adjacency", "balance", "adjacency+balance", "balance+lowest"]
-    ),
+    st.sampled_from(["lowest", "highest", "rotate", "adjacency", "balance", "adjacency+balance", "balance+lowest"]),
 )
 def test_any_layout_to_any_other_is_executed_element_for_element(target, source, policy):
     plan = plan_transfer(target, source, holder_policy=policy)
