@@ -137,7 +137,13 @@ class Router:
         return self.owner_sets[self.class_of(name)]
 
     def group_owners(self, group: int) -> tuple[int, ...]:
-        """Producers that hold any name of a gather group: all of them want a free signal."""
+        """Producers that hold any name of a gather group: all of them want a free signal.
+
+        A router made without group lengths does not know which names a group holds and answers with every
+        producer that owns anything.
+        """
+        if not self._group_lens:
+            return tuple(sorted({owner for owners in self.owner_sets for owner in owners}))
         return self._group_owners[group]
 
     def producer_for(self, owner_class: int, group: int, consumer: int) -> int:

@@ -18,6 +18,7 @@ from weightsync.actors.spawn import NAMESPACE, call, find_registry, registry_nam
 from weightsync.actors.transport import choose_transport
 from weightsync.protocol.errors import RegistrationError
 from weightsync.protocol.status import ServiceStatus
+from weightsync.service.local_ray import find_cluster
 from weightsync.service.settings import Settings
 
 log = logging.getLogger("weightsync")
@@ -116,7 +117,10 @@ def connect(name: str = "default", address: str | None = None) -> ServiceHandle:
     """
     _check_name(name)
     if not ray.is_initialized():
-        _connect_ray(address or "auto")
+        address = address or find_cluster()
+        if address is None:
+            raise ConnectionError(f"no Ray cluster is running here; start one with `weightsync up --name {name}`")
+        _connect_ray(address)
     registry = find_registry(name)
     if registry is None:
         running = ", ".join(list_services()) or "none"
@@ -172,8 +176,9 @@ def _ensure_ray(address: str | None) -> bool:
         _connect_ray(address)
         return False
     if address is None:
-        with contextlib.suppress(ConnectionError):
-            _connect_ray("auto")
+        running = find_cluster()
+        if running is not None:
+            _connect_ray(running)
             return False
     log.info("launching a local Ray cluster")
     ray.init(

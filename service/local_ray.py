@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,11 +18,11 @@ from pathlib import Path
 
 import ray
 
-from weightsync.actors.spawn import NAMESPACE
 from weightsync.protocol.errors import SyncError
 
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 2.0
 
 
 def ensure_cluster() -> bool:
@@ -30,7 +31,7 @@ def ensure_cluster() -> bool:
     Raises:
         SyncError: Ray did not come up; the message holds the end of its output.
     """
-    if ray.is_initialized() or _try_connect():
+    if ray.is_initialized() or find_cluster() is not None:
         return False
     log = _note().with_suffix(".log")
     log.parent.mkdir(mode=0o700, exist_ok=True)
@@ -38,6 +39,7 @@ def ensure_cluster() -> bool:
         _ray_command(),
         "start",
         "--head",
+        "--port=0",
         "--block",
         "--include-dashboard=false",
         "--disable-usage-stats",
@@ -47,13 +49,36 @@ def ensure_cluster() -> bool:
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not _try_connect():
+    while (address := find_cluster()) is None:
         if process.poll() is not None or time.monotonic() > deadline:
             process.terminate()
             raise SyncError(f"`{' '.join(command)}` did not come up: {log.read_text()[-400:].strip()}")
         time.sleep(0.5)
-    _note().write_text(json.dumps({"pid": process.pid, "address": _address()}))
+    _note().write_text(json.dumps({"pid": process.pid, "address": address}))
     return True
+
+
+def find_cluster() -> str | None:
+    """Address of the cluster that `ray.init(address="auto")` would join, if something answers there.
+
+    Ray keeps the address of the last head node in a file that outlives a killed one, and then tries to reach it
+    for minutes; a probe tells at once.
+    """
+    given = os.environ.get("RAY_ADDRESS")
+    if given and given != "auto":
+        return given
+    try:
+        address = _pointer().read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S):
+            return address
+    except (OSError, ValueError):
+        return None
+
+
+def _pointer() -> Path:
+    """Where Ray notes the address of this host's newest head node."""
+    return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
 
 
 def stop_launched_cluster() -> bool:
@@ -72,6 +97,7 @@ def stop_launched_cluster() -> bool:
             time.sleep(0.1)
     except ProcessLookupError:
         pass
+    _pointer().unlink(missing_ok=True)
     _note().unlink(missing_ok=True)
     _note().with_suffix(".log").unlink(missing_ok=True)
     return True
@@ -88,14 +114,6 @@ def _address() -> str:
 def _ray_command() -> str:
     beside_python = Path(sys.executable).with_name("ray")
     return str(beside_python) if beside_python.exists() else (shutil.which("ray") or "ray")
-
-
-def _try_connect() -> bool:
-    try:
-        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    except ConnectionError:
-        return False
-    return True
 
 
 def _alive(pid: int) -> bool:

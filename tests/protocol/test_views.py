@@ -202,9 +202,9 @@ HOSTILE_OPS = st.one_of(
         st.tuples(
             HOSTILE_OPS,
             st.lists(HOSTILE_VALUES, max_size=3).map(tuple),
-            st.lists(st.tuples(st.sampled_from(["dim", "out", "memory_format", "dtype"]), HOSTILE_VALUES), max_size=1).map(
-                tuple
-            ),
+            st.lists(
+                st.tuples(st.sampled_from(["dim", "out", "memory_format", "dtype"]), HOSTILE_VALUES), max_size=1
+            ).map(tuple),
         ),
         max_size=3,
     ).map(tuple)
@@ -221,8 +221,16 @@ def test_replay_of_hostile_chains_views_or_refuses(chain: Any) -> None:
 
 @pytest.mark.parametrize(
     "chain",
-    ["narrow", 7, None, (("narrow",),), (("narrow", 1, ()),), (("view", (2,) * 99, ()),), (("unbind", (0,), ()),)]
-    + [(("t", (), ()),) * 65],
+    [
+        "narrow",
+        7,
+        None,
+        (("narrow",),),
+        (("narrow", 1, ()),),
+        (("view", (2,) * 99, ()),),
+        (("unbind", (0,), ()),),
+        (("t", (), ()),) * 65,
+    ],
 )
 def test_malformed_chains_are_value_errors(chain: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any wording, but never another class
@@ -233,7 +241,21 @@ def test_one_table_feeds_recorder_and_replayer() -> None:
     assert set(views.SUPPORTED_OPS.values()) == views.ALLOWED_OPS
     assert (
         frozenset(
-            "narrow view reshape __getitem__ unsqueeze squeeze transpose t permute flatten contiguous chunk unbind".split()
+            [
+                "narrow",
+                "view",
+                "reshape",
+                "__getitem__",
+                "unsqueeze",
+                "squeeze",
+                "transpose",
+                "t",
+                "permute",
+                "flatten",
+                "contiguous",
+                "chunk",
+                "unbind",
+            ]
         )
         == views.ALLOWED_OPS
     )
