@@ -93,7 +93,7 @@ def start(name: str = "default", address: str | None = None, settings: Settings 
         ValueError: a name that cannot be part of an actor name or URL.
         ConnectionError: nothing answers at `address`.
     """
-    _check_name(name)
+    check_name(name)
     settings = settings or Settings()
     transport, reason = choose_transport(settings.transport)
     owns_ray = _ensure_ray(address)
@@ -115,12 +115,11 @@ def connect(name: str = "default", address: str | None = None) -> ServiceHandle:
         ServiceNotFoundError: no service of that name.
         ConnectionError: no Ray cluster is running.
     """
-    _check_name(name)
+    check_name(name)
     if not ray.is_initialized():
-        address = address or find_cluster()
-        if address is None:
+        if address is None and find_cluster() is None:
             raise ConnectionError(f"no Ray cluster is running here; start one with `weightsync up --name {name}`")
-        _connect_ray(address)
+        _connect_ray(address or "auto")
     registry = find_registry(name)
     if registry is None:
         running = ", ".join(list_services()) or "none"
@@ -175,11 +174,9 @@ def _ensure_ray(address: str | None) -> bool:
     if address not in (None, "local"):
         _connect_ray(address)
         return False
-    if address is None:
-        running = find_cluster()
-        if running is not None:
-            _connect_ray(running)
-            return False
+    if address is None and find_cluster() is not None:
+        _connect_ray("auto")
+        return False
     log.info("launching a local Ray cluster")
     ray.init(
         address="local",
@@ -192,9 +189,11 @@ def _ensure_ray(address: str | None) -> bool:
 
 
 def _connect_ray(address: str) -> None:
+    """Join a cluster. "auto" is more than a shorthand: only then does Ray pick up this user's cluster token."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises ValueError unless the name can be part of actor names and URLs."""
     if not name or not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
         raise ValueError(f"a service name is made of ASCII letters, digits, - and _; got {name!r}")

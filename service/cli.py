@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
@@ -25,6 +25,9 @@ app = typer.Typer(
 
 Name = Annotated[str, typer.Option("--name", "-n", help="service name")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray address; default: the running cluster")]
+Transport = Annotated[
+    Literal["auto", "nixl", "object_store"] | None, typer.Option(help="how bytes move; default: the setting's")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 
 _err = Console(stderr=True, highlight=False)
@@ -32,11 +35,11 @@ _err = Console(stderr=True, highlight=False)
 
 @app.command()
 def demo(
-    size: Annotated[str, typer.Option(help="tiny, small or base (Qwen2.5-0.5B's shape)")] = "base",
+    size: Annotated[Literal["tiny", "small", "base"], typer.Option(help="base is Qwen2.5-0.5B's shape")] = "base",
     versions: Annotated[int, typer.Option(min=1, help="versions to train and publish")] = 5,
-    mode: Annotated[str, typer.Option(help="live or staged")] = "live",
-    install: Annotated[str, typer.Option(help="shadow or in_place")] = "shadow",
-    transport: Annotated[str | None, typer.Option(help="auto, nixl or object_store")] = None,
+    mode: Annotated[Literal["live", "staged"], typer.Option(help="how the trainer publishes")] = "live",
+    install: Annotated[Literal["shadow", "in_place"], typer.Option(help="how the workers install")] = "shadow",
+    transport: Transport = None,
     json_output: Json = False,
 ) -> None:
     """Train a real model on two FSDP2 ranks and watch two tensor-parallel workers follow, bit for bit."""
@@ -60,22 +63,28 @@ def demo(
 def up(
     name: Name = "default",
     address: Address = None,
-    transport: Annotated[str | None, typer.Option(help="auto, nixl or object_store")] = None,
+    transport: Transport = None,
     http_host: Annotated[str | None, typer.Option(help="address the HTTP ingress binds to")] = None,
     http_port: Annotated[int | None, typer.Option(help="port of the HTTP ingress; 0 picks a free one")] = None,
     json_output: Json = False,
 ) -> None:
     """Start a service, and a local Ray cluster if none is running; attach if the service runs already."""
-    from weightsync.service.api import start
-    from weightsync.service.local_ray import ensure_cluster
+    from weightsync.service.api import check_name, start
+    from weightsync.service.local_ray import ensure_cluster, stop_launched_cluster
     from weightsync.service.settings import Settings
 
     given = {"transport": transport, "http_host": http_host, "http_port": http_port}
     settings = Settings(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+    check_name(name)
     with _err.status("connecting to Ray ..."):
         launched = address is None and ensure_cluster()
-    with _err.status(f"starting service {name} ..."):
-        status = start(name, address, settings).status()
+    try:
+        with _err.status(f"starting service {name} ..."):
+            status = start(name, address, settings).status()
+    except BaseException:
+        if launched:
+            stop_launched_cluster()
+        raise
     if json_output:
         _print_json(status.model_dump(mode="json"))
         return
@@ -124,6 +133,7 @@ def _print_json(value: Any) -> None:
 def main() -> None:
     """Entry point: errors become one line and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         app()
     except KeyboardInterrupt:

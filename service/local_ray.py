@@ -48,14 +48,23 @@ def ensure_cluster() -> bool:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
+    try:
+        address = _await_head(process, log)
+    except BaseException:  # Ctrl-C too: a head node nobody waits for must not stay
+        process.terminate()
+        process.wait()
+        raise
+    _note().write_text(json.dumps({"pid": process.pid, "address": address}))
+    return True
+
+
+def _await_head(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while (address := find_cluster()) is None:
         if process.poll() is not None or time.monotonic() > deadline:
-            process.terminate()
-            raise SyncError(f"`{' '.join(command)}` did not come up: {log.read_text()[-400:].strip()}")
+            raise SyncError(f"`ray start --head` did not come up: {log.read_text()[-400:].strip()}")
         time.sleep(0.5)
-    _note().write_text(json.dumps({"pid": process.pid, "address": address}))
-    return True
+    return address
 
 
 def find_cluster() -> str | None:
@@ -82,12 +91,12 @@ def _pointer() -> Path:
 
 
 def stop_launched_cluster() -> bool:
-    """Stop the connected cluster if `ensure_cluster` launched it; True if so."""
+    """Stop the cluster that `ensure_cluster` launched; True if so, False if we run on another one."""
     try:
         noted = json.loads(_note().read_text())
     except (OSError, ValueError):
         return False
-    if noted["address"] != _address():
+    if ray.is_initialized() and noted["address"] != ray.get_runtime_context().gcs_address:
         return False
     ray.shutdown()
     try:
@@ -97,18 +106,13 @@ def stop_launched_cluster() -> bool:
             time.sleep(0.1)
     except ProcessLookupError:
         pass
-    _pointer().unlink(missing_ok=True)
-    _note().unlink(missing_ok=True)
-    _note().with_suffix(".log").unlink(missing_ok=True)
+    for leftover in (_pointer(), _note(), _note().with_suffix(".log")):
+        leftover.unlink(missing_ok=True)
     return True
 
 
 def _note() -> Path:
     return Path(tempfile.gettempdir()) / f"weightsync-{os.getuid()}" / "ray-head.json"
-
-
-def _address() -> str:
-    return str(ray.get_runtime_context().gcs_address)
 
 
 def _ray_command() -> str:

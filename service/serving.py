@@ -15,6 +15,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
 
 from weightsync.actors.spawn import find_registry
 from weightsync.protocol.status import ServiceStatus
@@ -70,10 +71,14 @@ class Ingress:
 
 
 def deploy_ingress(service: str, settings: Settings) -> str:
-    """Deploy the ingress, starting Serve if it is not running; returns the service's URL."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    port = settings.http_port or _free_port(settings.http_host)
-    serve.start(http_options=HTTPOptions(host=settings.http_host, port=port))
+    """Deploy the ingress, starting Serve if it is not running; returns the service's URL.
+
+    Services on one Ray share its proxy: host and port are those of the first one.
+    """
+    _hush_serve()
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        port = settings.http_port or _free_port(settings.http_host)
+        serve.start(http_options=HTTPOptions(host=settings.http_host, port=port))
     ingress: Any = Ingress
     serve.run(
         ingress.bind(service),
@@ -86,6 +91,7 @@ def deploy_ingress(service: str, settings: Settings) -> str:
 
 def remove_ingress(service: str) -> None:
     """Remove the ingress, and Serve with it when no application is left."""
+    _hush_serve()
     applications = serve.status().applications
     if application_name(service) in applications:
         serve.delete(application_name(service))
@@ -93,9 +99,12 @@ def remove_ingress(service: str) -> None:
         serve.shutdown()
 
 
-def _url(service: str) -> str:
-    from ray.serve.context import _get_global_client
+def _hush_serve() -> None:
+    """Serve narrates every step at INFO, which would drown our own output."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
+
+def _url(service: str) -> str:
     client: Any = _get_global_client()
     options = client.http_config
     return f"http://{options.host}:{options.port}{route_prefix(service)}"

@@ -7,6 +7,10 @@ from pydantic import BaseModel
 from weightsync.protocol.status import SyncReport
 
 
+def worker_names(tensor_parallel: int) -> list[str]:
+    return [f"tp{rank}" for rank in range(tensor_parallel)]
+
+
 class VersionResult(BaseModel):
     """One version: how it moved, and every check that was made of it."""
 
@@ -53,6 +57,11 @@ class DemoResult(BaseModel):
     logits_tolerance: float
     failures: list[str]
     seconds: float
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the inference workers, every one of which must have installed every version."""
+        return worker_names(self.tensor_parallel)
 
     @property
     def ok(self) -> bool:

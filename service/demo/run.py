@@ -27,7 +27,7 @@ from weightsync.protocol.errors import WeightsyncError
 from weightsync.protocol.status import SyncReport
 from weightsync.service.api import ServiceHandle, start
 from weightsync.service.demo.models import model_config
-from weightsync.service.demo.results import DemoResult, VersionResult
+from weightsync.service.demo.results import DemoResult, VersionResult, worker_names
 from weightsync.service.demo.view import DemoView
 from weightsync.service.demo.workers import SEED, InferenceWorker, TrainerRank, spawn, stop
 from weightsync.service.settings import Settings
@@ -100,7 +100,7 @@ class _Stage:
             ray.get([worker.ready.remote() for worker in workers])
         view.say(f"{parameters / 1e6:.1f} M parameters in bfloat16; training {versions} versions")
         results = [self._one_version(version, config, trainers, workers) for version in range(1, versions + 1)]
-        names = [f"tp{rank}" for rank in range(TENSOR_PARALLEL)]
+        names = worker_names(TENSOR_PARALLEL)
         return DemoResult(
             size=size,
             parameters=parameters,
@@ -141,12 +141,14 @@ class _Stage:
         assert self._handle is not None
         publishing = [trainer.publish.remote(version) for trainer in trainers]
         pending = publishing + [worker.sync.remote(version) for worker in workers]
-        with self._view.pulling(version, [f"tp{rank}" for rank in range(len(workers))]) as bars:
+        with self._view.pulling(version, worker_names(len(workers))) as bars:
             while pending:
                 done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
                 ray.get(done)  # an error of any side ends the demo at once
                 bars.update(self._handle.status())
-        return ray.get(publishing)[0]
+            report: SyncReport = ray.get(publishing)[0]
+            bars.finish(report)
+        return report
 
     @staticmethod
     def _verify(config: Any, trainers: list[Any], workers: list[Any]) -> tuple[list[str], float]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from weightsync.protocol.status import ServiceStatus
+from weightsync.protocol.status import ServiceStatus, SyncReport
 from weightsync.service.demo.results import DemoResult, VersionResult
 from weightsync.service.status_view import format_bytes
 
@@ -36,13 +37,14 @@ class DemoView:
             TextColumn("  version {task.fields[version]}  {task.description}"),
             BarColumn(bar_width=32),
             DownloadColumn(),
-            TransferSpeedColumn(),
+            TextColumn("{task.fields[rate]}"),
             TextColumn("{task.fields[state]}"),
             console=self.console,
         )
         with progress:
             bars = {
-                worker: progress.add_task(worker, total=None, version=version, state="waiting") for worker in workers
+                worker: progress.add_task(worker, total=None, version=version, rate="", state="waiting")
+                for worker in workers
             }
             yield PullBars(progress, bars)
 
@@ -56,22 +58,27 @@ class DemoView:
         )
 
     def summary(self, result: DemoResult) -> None:
+        """One row per version, seconds per phase; fits a terminal of 80 columns."""
         phases = list(result.versions[0].report.phases) if result.versions else []
         table = Table(
-            "version",
+            "v",
             "needed",
-            "on the wire",
-            "seconds",
+            "on wire",
+            "total s",
             *phases,
             "GB/s",
             "logits",
-            "verified",
-            title=f"{result.parameters / 1e6:.0f} M parameters, {result.trainer_ranks} FSDP2 ranks to tensor "
+            "ok",
+            title=f"{result.parameters / 1e6:.1f} M parameters, {result.trainer_ranks} FSDP2 ranks to tensor "
             f"parallel {result.tensor_parallel}, {result.mode}/{result.install} over {result.transport}",
+            box=None,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            title_justify="left",
         )
         for version in result.versions:
             report = version.report
-            failed = version.failures(result.logits_tolerance, report.installed)
+            failed = version.failures(result.logits_tolerance, result.workers)
             table.add_row(
                 str(version.version),
                 format_bytes(report.needed_bytes),
@@ -90,18 +97,33 @@ class DemoView:
 
 
 class PullBars:
-    """The bars of one sync, fed from the service's status."""
+    """The bars of one sync, fed from the service's status, and in the end from the report."""
 
     def __init__(self, progress: Progress, bars: dict[str, TaskID]) -> None:
         self._progress = progress
         self._bars = bars
+        self._started = time.monotonic()
 
     def update(self, status: ServiceStatus) -> None:
+        seconds = time.monotonic() - self._started
         for consumer in status.consumers:
             if consumer.worker in self._bars:
                 self._progress.update(
                     self._bars[consumer.worker],
                     completed=consumer.bytes_done,
                     total=consumer.bytes_total,
+                    rate=f"{format_bytes(consumer.bytes_done / seconds)}/s",
                     state=consumer.state.value,
+                )
+
+    def finish(self, report: SyncReport) -> None:
+        """The worker's own measure, which the polled one of a short pull is far from."""
+        for worker, pulled in report.workers.items():
+            if worker in self._bars:
+                self._progress.update(
+                    self._bars[worker],
+                    completed=pulled.bytes_wire,
+                    total=pulled.bytes_needed,
+                    rate=f"{format_bytes(pulled.bytes_wire / pulled.seconds)}/s",
+                    state="installed",
                 )

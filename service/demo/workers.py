@@ -162,7 +162,8 @@ def _parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    shard: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return shard.detach()
 
 
 def _as_array(parameter: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,201 @@
+"""The command line as a user has it: its own processes, its own Ray, and nothing left of them afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import httpx
+import psutil
+import pytest
+
+MARK = "WEIGHTSYNC_TEST_MARK"
+
+
+class Shell:
+    """Runs `weightsync` where no Ray is running yet, and finds every process that came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = uuid4().hex
+        self.environment = {
+            **os.environ,
+            MARK: self.mark,
+            "RAY_TMPDIR": str(folder),
+            "TMPDIR": str(folder),
+            "WEIGHTSYNC_HTTP_PORT": "0",
+        }
+        self.environment.pop("RAY_ADDRESS", None)
+        self.shared_memory = set(os.listdir("/dev/shm"))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "weightsync.service.cli", *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=200)
+        return process.returncode, out, err
+
+    def processes(self) -> list[psutil.Process]:
+        return [p for p in psutil.process_iter() if self._is_ours(p)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def assert_nothing_left(self) -> None:
+        deadline = time.monotonic() + 20
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert left == []
+        assert set(os.listdir("/dev/shm")) - self.shared_memory == set()
+
+
+@pytest.fixture
+def shell() -> Iterator[Shell]:
+    folder = Path(tempfile.mkdtemp(prefix="ws"))  # short: Ray puts socket paths below it
+    shell = Shell(folder)
+    yield shell
+    for process in shell.processes():
+        process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuses_connections(url: str) -> bool:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    with socket.socket() as probe:
+        return probe.connect_ex((parts.hostname, parts.port or 80)) != 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="live"),
+        pytest.param(["--mode", "staged", "--install", "in_place"], id="staged in place", marks=pytest.mark.slow),
+        pytest.param(["--transport", "object_store"], id="object store", marks=pytest.mark.slow),
+    ],
+)
+def test_the_demo_verifies_every_version_and_leaves_nothing(shell: Shell, options: list[str]) -> None:
+    status, out, err = shell.run("demo", "--size", "tiny", "--versions", "3", "--json", *options)
+    assert status == 0, err
+    result = json.loads(out)  # nothing but JSON on standard output
+    assert [version["version"] for version in result["versions"]] == [1, 2, 3]
+    assert result["failures"] == []
+    for version in result["versions"]:
+        assert version["report"]["bytes"] == version["report"]["needed_bytes"] > 0
+        assert version["report"]["installed"] == ["tp0", "tp1"]
+    assert "Traceback" not in err
+    shell.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "moment", ["starting", pytest.param("service demo-", marks=pytest.mark.slow), "version 2  loss"]
+)
+def test_ctrl_c_in_the_demo_says_one_line_and_leaves_nothing(shell: Shell, moment: str) -> None:
+    process = shell.start("demo", "--size", "tiny", "--versions", "200")
+    assert process.stdout is not None
+    said, url = "", None
+    if moment == "starting":
+        time.sleep(6)
+    while moment != "starting" and moment not in said:
+        line = process.stdout.readline()
+        assert line, f"ended before it said {moment!r}: {said}"
+        said += line
+        url = line.split()[3] if line.startswith("service demo-") else url
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: everything in the foreground gets it
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out.strip().splitlines()[-1] == "Interrupted: everything stopped."
+    assert "Traceback" not in out + err
+    shell.assert_nothing_left()
+    assert url is None or _refuses_connections(url)
+
+
+def test_up_status_and_down_of_two_services_on_a_ray_of_their_own(shell: Shell) -> None:
+    status, out, err = shell.run("up", "--json")
+    assert status == 0, err
+    first = json.loads(out)
+    assert first["transport"] == "nixl"
+    assert httpx.get(first["http_url"] + "healthz").json() == {"status": "ok", "service": "default"}
+
+    status, _, err = shell.run("up", "--name", "second")
+    assert status == 0, err
+    assert "service second is up" in err
+    status, out, _ = shell.run("status", "--name", "second", "--json")
+    assert status == 0
+    assert json.loads(out)["http_url"] == first["http_url"] + "second"
+    status, again, _ = shell.run("up", "--json")
+    assert status == 0
+    assert json.loads(again) == first, "a second `up` attaches"
+
+    status, _, err = shell.run("status", "--name", "third")
+    assert status == 1
+    assert "no service 'third' on this Ray cluster (running: default, second)" in err.replace("\n", " ")
+
+    assert shell.run("down", "--name", "second")[0] == 0
+    assert httpx.get(first["http_url"] + "healthz").status_code == 200, "the other one stays"
+    status, out, _ = shell.run("down", "--json")
+    assert status == 0
+    assert json.loads(out) == {"service": "default", "stopped_ray": True}
+    shell.assert_nothing_left()
+    status, _, err = shell.run("status")
+    assert status == 1
+    assert err.strip() == "error: no Ray cluster is running here; start one with `weightsync up --name default`"
+
+
+def test_a_dead_cluster_that_ray_still_has_a_note_of_is_not_waited_for(shell: Shell) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    noted = Path(shell.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster"
+    noted.parent.mkdir()
+    noted.write_text(f"127.0.0.1:{port}")
+    begun = time.monotonic()
+    status, _, err = shell.run("status")
+    assert status == 1
+    assert "no Ray cluster is running here" in err
+    assert time.monotonic() - begun < 60, "Ray itself tries for minutes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["demo", "--size", "huge"], 2, "'huge'"),
+        (["demo", "--mode", "fast"], 2, "'fast'"),
+        (["demo", "--install", "maybe"], 2, "'maybe'"),
+        (["demo", "--versions", "0"], 2, "--versions"),
+        (["up", "--name", "no/slash"], 1, "no/slash"),
+        (["up", "--transport", "pigeon"], 2, "'pigeon'"),
+        (["up", "--http-port", "70000"], 2, "http_port"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_start_nothing(
+    shell: Shell, arguments: list[str], status: int, message: str
+) -> None:
+    found, out, err = shell.run(*arguments)
+    assert found == status
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+    assert shell.processes() == []
