@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import product
 from typing import Any
 
 from weightsync.protocol.boxes import row_major_strides
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.maps import AffineMap, AffinePiece
+from weightsync.protocol.placements import dtensor_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,49 +254,17 @@ def expert_stack_map(shape: Sequence[int], ep: int, tp: int, dim: int) -> Affine
 def dtensor_map(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]) -> AffineMap:
     """A DTensor's local shards; ranks number the mesh row-major, one placement a mesh dimension.
 
-    A placement is torch's `Shard(dim)` or `Replicate()`, or the words `"R"` and `("S", dim)` / `"S(dim)"`.
-    Splitting follows `torch.chunk`: ceil-sized chunks, the last ones shorter or empty, nothing padded; a
-    dimension sharded on several mesh dimensions is chunked again within the outer chunk. Raises
-    UnsupportedLayoutError for partial or strided placements.
+    `dtensor_box` says which placements there are, how they split, and what is refused.
     """
     shape = _shape(shape)
-    mesh = tuple(int(n) for n in mesh_shape)
-    if len(mesh) != len(placements) or not mesh or any(n < 1 for n in mesh):
-        raise InvalidLayoutError(f"mesh {mesh} needs one placement a dimension, got {list(placements)}")
-    dims = [_placement_dim(p, shape) for p in placements]
     shards = []
-    for rank in range(prod(mesh)):
-        start, extent = [0] * len(shape), list(shape)
-        for size, stride, dim in zip(mesh, row_major_strides(mesh), dims, strict=True):
-            if dim is None:
-                continue
-            chunk = -(-extent[dim] // size)
-            low = min(rank // stride % size * chunk, extent[dim])
-            start[dim] += low
-            extent[dim] = min(chunk, extent[dim] - low)
-        shards.append((tuple(extent), [_Placed(tuple(start), tuple(extent), (0,) * len(shape))]))
+    for coordinate in product(*(range(int(n)) for n in mesh_shape)):
+        start, extent = dtensor_box(shape, mesh_shape, placements, coordinate)
+        shards.append((extent, [_Placed(start, extent, (0,) * len(shape))]))
     return _assemble(shape, shards)
 
 
 # -- inside --------------------------------------------------------------------------------------------
-
-
-def _placement_dim(placement: Any, shape: tuple[int, ...]) -> int | None:
-    kind = type(placement).__name__
-    if isinstance(placement, str):
-        word = placement.replace(" ", "").upper()
-        if word in ("R", "REPLICATE", "REPLICATE()"):
-            return None
-        number = word.removeprefix("SHARD").removeprefix("S").strip("()").removeprefix("DIM=")
-        if word.startswith("S") and number.lstrip("-").isdigit():
-            return _dim(shape, int(number))
-    elif isinstance(placement, tuple) and len(placement) == 2 and placement[0] in ("S", "shard", "Shard"):
-        return _dim(shape, int(placement[1]))
-    elif kind == "Replicate":
-        return None
-    elif kind == "Shard":
-        return _dim(shape, int(placement.dim))
-    raise UnsupportedLayoutError(f"placement {placement!r} cannot be planned: only Shard(dim) and Replicate()")
 
 
 def _grid_map(shape: tuple[int, ...], positions: Sequence[tuple[int, ...]], splits: dict[int, int]) -> AffineMap:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from weightsync.actors.interfaces import LocalShard, WeightSource
 from weightsync.protocol.dtypes import dtype_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.messages import TensorMeta
+from weightsync.protocol.placements import dtensor_box
 
 
 class StateDictSource(WeightSource):
@@ -99,8 +100,8 @@ class ModuleSource(StateDictSource):
 class DTensorSource(ModuleSource):
     """An FSDP2 or tensor-parallel module whose parameters are DTensors: each rank publishes its own shard.
 
-    Nothing is gathered in live mode. Placements may be `Shard` and `Replicate` on any mesh; uneven shards are
-    fine.
+    Nothing is gathered in live mode. Placements may be `Shard` and `Replicate` on any mesh, FSDP2 over tensor
+    parallelism too; uneven shards are fine.
 
     Raises:
         UnsupportedLayoutError: a `Partial` (or other) placement, named with its parameter.
@@ -151,35 +152,21 @@ def _local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
 def dtensor_offset(name: str, tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's local shard begins in the logical tensor, in elements per dimension.
 
-    Follows torch's `Shard` semantics: each mesh dimension, in order, chunks what the ones before it left, in
-    pieces of ceil(size / ranks); the last ones may be short or empty.
-
     Raises:
-        UnsupportedLayoutError: a placement other than Shard and Replicate.
+        UnsupportedLayoutError: a placement that cannot be read in place, or a shard that is not what the
+            placements say.
     """
-    offset = [0] * tensor.dim()
-    extent = list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise InvalidLayoutError(f"{name!r}: this rank is not in the parameter's device mesh")
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:
-            raise UnsupportedLayoutError(
-                f"{name!r} has placement {placement} on mesh dimension {mesh_dim}; only Shard and Replicate can be "
-                "read in place, use mode='staged'"
-            )
-        dim = placement.dim % tensor.dim()
-        ranks = tensor.device_mesh.size(mesh_dim)
-        piece = -(-extent[dim] // ranks)
-        start = min(coordinate[mesh_dim] * piece, extent[dim])
-        offset[dim] += start
-        extent[dim] = min(piece, extent[dim] - start)
+    try:
+        offset, extent = dtensor_box(tensor.shape, tensor.device_mesh.shape, tensor.placements, coordinate)
+    except UnsupportedLayoutError as error:
+        raise UnsupportedLayoutError(f"{name!r}: {error}; use mode='staged'") from None
     local = tuple(tensor.to_local().shape)
-    if tuple(extent) != local:
+    if extent != local:
         raise UnsupportedLayoutError(
             f"{name!r}: this rank holds {local} but placements {tensor.placements} of {tuple(tensor.shape)} give "
-            f"{tuple(extent)}; use mode='staged'"
+            f"{extent}; use mode='staged'"
         )
-    return tuple(offset)
+    return offset

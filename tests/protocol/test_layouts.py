@@ -155,6 +155,18 @@ def test_dtensor_shards_are_nested_torch_chunks(shape, axes):
     same(layout, expected)
 
 
+def test_fsdp_over_tensor_parallel_cuts_from_right_to_left():
+    """The table in torch's own description of strided shards: rows 0-1, 4-5, 2-3, 6-7 of 8."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    full = numbered((8, 3))
+    layout = affine.dtensor_map((8, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    same(layout, [full[0:2], full[4:6], full[2:4], full[6:8]])
+    with pytest.raises(UnsupportedLayoutError, match="split factor 4, but 2 ranks"):
+        affine.dtensor_map((8, 3), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
+
+
 def test_dtensor_takes_torch_placements():
     from torch.distributed.tensor import Partial, Replicate, Shard
 
