@@ -236,9 +236,9 @@ class ConsumerAgent:
             Peer(rank, rank, producer.agent_metadata, actor)
             for rank, (producer, actor) in enumerate(zip(layout.producers, actors, strict=True))
         ]
-        common = (layout, copies, self._destinations, self._transport, peers)
+        common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id)
         if layout.mode is PublishMode.STAGED:
-            return StagedPull(*common, self.consumer_id, self._options.num_serve_buffers)
+            return StagedPull(*common, self._options.num_serve_buffers)
         for peer in peers:
             self._transport.connect(peer)
         return LivePull(*common)

@@ -23,7 +23,7 @@ from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.dtypes import dtype_from_name
 from weightsync.protocol.errors import UnsupportedLayoutError
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
-from weightsync.protocol.segments import bounce_copy, lower_copy
+from weightsync.protocol.segments import PullPlanner, bounce_copy
 from weightsync.protocol.shards import Source, build_sources, merge_shard_tables
 
 _NOTHING: Callable[[int], None] = lambda nbytes: None  # noqa: E731
@@ -55,6 +55,7 @@ class LivePull:
         destinations: where they land.
         transport: this worker's transport, connected to `peers`.
         peers: per session (= rank), where its memory is.
+        consumer_id: consumers take turns among exact replicas of a shard.
     """
 
     def __init__(
@@ -64,8 +65,11 @@ class LivePull:
         destinations: Destinations,
         transport: Transport,
         peers: Sequence[Peer],
+        consumer_id: int,
     ) -> None:
         self._layout = layout
+        self._consumer_id = consumer_id
+        self._planner = PullPlanner()
         self._destinations = destinations
         self._transport = transport
         self._peers = peers
@@ -110,7 +114,7 @@ class LivePull:
 
     def _prepare(self, copies: Sequence[RecordedCopy]) -> dict[int, list[PreparedRead]]:
         sources, agents, _ = build_sources(
-            merge_shard_tables([list(producer.table) for producer in self._layout.producers])
+            merge_shard_tables([list(producer.table) for producer in self._layout.producers], self._consumer_id)
         )
         session_of = {producer.agent_name: rank for rank, producer in enumerate(self._layout.producers)}
         sessions = [session_of[agent] for agent in agents]
@@ -146,13 +150,13 @@ class LivePull:
     ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
         """Runs of one copy with absolute destination addresses; scratch is made where it needs some."""
         try:
-            runs, base = lower_copy(copy, source), self._destinations.address_of(copy)
+            runs, base = self._planner.lower(copy, source), self._destinations.address_of(copy)
         except UnsupportedLayoutError:
             bounce = bounce_copy(copy, source.global_shape, dtype_from_name(source.dtype))
             scratch = torch.zeros(bounce.scratch_elements, dtype=dtype_from_name(source.dtype))
             self._scratch.append(scratch)
             self._scatters[group].append(_Scatter(partial(bounce.view, scratch), copy))
-            runs, base = lower_copy(bounce.copy, source), scratch.data_ptr()
+            runs, base = self._planner.lower(bounce.copy, source), scratch.data_ptr()
         return [(r.session, r.src_addr, r.dst_byte.astype(np.uint64) + np.uint64(base), r.nbytes) for r in runs]
 
     # -- one version ----------------------------------------------------------------------------------

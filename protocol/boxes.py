@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -52,6 +53,18 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
+
+
+def dense_space(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """A row-major tensor shape in which the strided region is a box at the origin, or else a flat one."""
+    loops = sorted(((stride, n) for n, stride in zip(shape, strides, strict=True) if n != 1), reverse=True)
+    if any(n == 0 for _, n in loops):
+        return (0,)
+    widths = [outer // inner for (outer, _), (inner, _) in pairwise(loops)]
+    divisible = all(outer % inner == 0 and outer // inner >= n for (outer, _), (inner, n) in pairwise(loops))
+    if loops and divisible and loops[-1][0] == 1:
+        return (loops[0][1], *widths)
+    return (1 + sum((n - 1) * stride for stride, n in loops),)
 
 
 def boxes_of(

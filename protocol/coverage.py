@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from weightsync.protocol.boxes import Box, boxes_of, find_overlap, row_major_strides, subtract
+from weightsync.protocol.boxes import Box, Ints, boxes_of, find_overlap, overlapping_pairs, row_major_strides, subtract
 from weightsync.protocol.errors import InvalidLayoutError, PlanBudgetError
 from weightsync.protocol.folding import Segment
 from weightsync.protocol.maps import AffineMap
@@ -53,8 +53,8 @@ class CoverageProof:
     segments: int
 
 
-def check_map(layout: AffineMap, what: str, *, max_boxes: int | None = None) -> None:
-    """Prove that every rank's pieces tile its shard: no element without a meaning, none with two.
+def check_map(layout: AffineMap, what: str, *, max_boxes: int | None = None, partial: bool = False) -> None:
+    """Prove that every rank's pieces tile its shard: no element without a meaning (unless `partial`), none with two.
 
     `what` names the map in errors. Raises InvalidLayoutError with the hole or the two pieces.
     """
@@ -68,15 +68,22 @@ def check_map(layout: AffineMap, what: str, *, max_boxes: int | None = None) -> 
         ):
             continue  # the plain shard, proved by looking at it
         boxes = [box for box, _ in layout.shard_boxes(rank, max_boxes=max_boxes)]
-        _check_tiles(boxes, shape, f"{what} layout, rank {rank}: its pieces")
+        where = f"{what} layout, rank {rank}: its pieces"
+        if partial:
+            _check_disjoint(boxes, shape, where)
+        else:
+            _check_tiles(boxes, shape, where)
 
 
 def prove_segments(
     segments: Sequence[Segment],
     target_shapes: Sequence[tuple[int, ...]],
     source_shapes: Sequence[tuple[int, ...]],
+    written: Sequence[Sequence[Box]] | None = None,
 ) -> CoverageProof:
     """Prove from the segments alone that they write every element of every target shard exactly once.
+
+    `written` limits that to disjoint boxes of each target shard; nothing outside them may be written.
 
     Independent of how the segments came about, so a plan changed by hand can be proved again. Raises
     InvalidLayoutError naming the rank and the hole or the overlap.
@@ -100,8 +107,13 @@ def prove_segments(
                 s.source_strides,
                 what=what,
             )
-        _check_tiles(boxes, shape, f"the plan, target rank {rank}: its segments")
-    return CoverageProof(tuple(prod(shape) for shape in target_shapes), len(segments))
+        where = f"the plan, target rank {rank}: its segments"
+        if written is None:
+            _check_tiles(boxes, shape, where)
+        else:
+            _check_fills(boxes, written[rank], shape, where)
+    wanted = [prod(s) for s in target_shapes] if written is None else [sum(b.numel for b in own) for own in written]
+    return CoverageProof(tuple(wanted), len(segments))
 
 
 def _check_read(s: Segment, source_shapes: Sequence[tuple[int, ...]]) -> None:
@@ -115,17 +127,32 @@ def _check_read(s: Segment, source_shapes: Sequence[tuple[int, ...]]) -> None:
         )
 
 
+def _check_fills(boxes: Sequence[Box], wanted: Sequence[Box], shape: tuple[int, ...], what: str) -> None:
+    """Disjoint boxes that lie in the wanted ones and have their volume are the wanted ones."""
+    _check_disjoint(boxes, shape, what)
+    volume, room = sum(box.numel for box in boxes), sum(box.numel for box in wanted)
+    inside = 0
+    if boxes and wanted and shape:
+        (start, end), (low, high) = _corners(boxes), _corners(wanted)
+        i, j = overlapping_pairs(start, end, low, high)
+        inside = int(np.prod(np.minimum(end[i], high[j]) - np.maximum(start[i], low[j]), axis=1).sum())
+    elif boxes and wanted:
+        inside = 1
+    if not volume == inside == room:
+        raise InvalidLayoutError(
+            f"{what} write {volume} elements, {inside} of them among the {room} that are to be written in a shard of "
+            f"shape {shape}"
+        )
+
+
+def _corners(boxes: Sequence[Box]) -> tuple[Ints, Ints]:
+    start = np.array([b.start for b in boxes], dtype=np.int64)
+    return start, start + np.array([b.extent for b in boxes], dtype=np.int64)
+
+
 def _check_tiles(boxes: Sequence[Box], shape: tuple[int, ...], what: str) -> None:
+    _check_disjoint(boxes, shape, what)
     volume, room = sum(box.numel for box in boxes), prod(shape)
-    if len(boxes) > 1 and shape:
-        start = np.array([b.start for b in boxes], dtype=np.int64)
-        end = start + np.array([b.extent for b in boxes], dtype=np.int64)
-        hit = find_overlap(start, end)
-        if hit is not None:
-            a, b = boxes[hit[0]], boxes[hit[1]]
-            raise InvalidLayoutError(
-                f"{what} overlap: {a.start}..{a.end} and {b.start}..{b.end} of the shard of shape {shape}"
-            )
     if volume < room:
         raise InvalidLayoutError(
             f"{what} leave {room - volume} of {room} elements unwritten; "
@@ -133,6 +160,16 @@ def _check_tiles(boxes: Sequence[Box], shape: tuple[int, ...], what: str) -> Non
         )
     if volume > room:
         raise InvalidLayoutError(f"{what} write {volume} elements into a shard of shape {shape} ({room})")
+
+
+def _check_disjoint(boxes: Sequence[Box], shape: tuple[int, ...], what: str) -> None:
+    if len(boxes) > 1 and shape:
+        hit = find_overlap(*_corners(boxes))
+        if hit is not None:
+            a, b = boxes[hit[0]], boxes[hit[1]]
+            raise InvalidLayoutError(
+                f"{what} overlap: {a.start}..{a.end} and {b.start}..{b.end} of the shard of shape {shape}"
+            )
 
 
 def describe_hole(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:

@@ -55,17 +55,18 @@ class PlanCache:
         *,
         holder_policy: str | HolderPolicy | HolderCallable = "lowest",
         budget: PlanBudget | None = None,
+        partial: bool = False,
     ) -> TransferPlan:
-        """`plan_transfer`, or the plan made for equal layouts, policy and budget before."""
+        """`plan_transfer`, or the plan made for equal layouts and options before."""
         policy_key = holder_policy if isinstance(holder_policy, str) else id(holder_policy)
-        quick = (id(target), id(source), policy_key, budget)
+        quick = (id(target), id(source), policy_key, budget, partial)
         known = self._by_id.get(quick)
         if known is not None:
             return known[0]
-        key = (target, source, holder_policy, budget)
+        key = (target, source, holder_policy, budget, partial)
         plan = self._plans.get(key)
         if plan is None:
-            plan = plan_transfer(target, source, holder_policy=holder_policy, budget=budget)
+            plan = plan_transfer(target, source, holder_policy=holder_policy, budget=budget, partial=partial)
             self._plans[key] = plan
         self._by_id[quick] = (plan, key)
         return plan

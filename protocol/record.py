@@ -3,8 +3,10 @@
     1. every parameter's loader is stamped, so that copies know their parameter; one without a loader gets the
        default one for the duration
     2. `load_weights` runs; copies out of recording tensors go to the recorder, and a guard swallows whatever
-       else the loader writes into the module (zeroed padding, for one)
+       else the loader writes into the module (zeroed padding, for one), and notes where
     3. loaders are put back by identity, also when the loader raised halfway
+    4. what was written is compared with the parameters: elements that nothing filled are reported, and a weight
+       that was changed after it was copied is refused
 
 The thing to watch: nothing may be written to the module while it is recorded. Copies from recording tensors
 never reach torch; everything else that would write to the module's storages is skipped by `_WriteGuard`.
@@ -23,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.protocol.copies import OpChain, RecordedCopy
 from weightsync.protocol.dtypes import dtype_from_name
-from weightsync.protocol.errors import InvalidLayoutError
+from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.views import LoadRecorder, RecordingTensor
+from weightsync.protocol.written import Region, WrittenParameter
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Metadata = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -38,7 +41,8 @@ class Recording:
     """What one run of a loader did.
 
     `never_copied` are published names no copy came from; `unwritten` parameters (qualified names) no copy went
-    to; `unattributed` copies that landed in none of the module's parameters or buffers.
+    to; `unattributed` copies that landed in none of the module's parameters or buffers; `partial` parameters
+    of which neither a copy nor the loader itself filled some box: (qualified name, the first such box).
     """
 
     copies: tuple[RecordedCopy, ...]
@@ -47,6 +51,7 @@ class Recording:
     never_copied: tuple[str, ...]
     unwritten: tuple[str, ...]
     unattributed: tuple[tuple[str, OpChain], ...]
+    partial: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -69,20 +74,32 @@ def record_module(module: nn.Module, load_weights: LoadWeights | None, metadata:
 
     Raises:
         UnsupportedViewError: the loader needs the data of a weight, or broadcasts; names both.
+        UnsupportedLayoutError: the loader changes a parameter after copying a weight into it.
         InvalidLayoutError: with no loader, a parameter has no published tensor or another shape.
         Exception: whatever the loader itself raises; the module is restored first.
     """
     slots = list(_slots(module))
-    recorder = LoadRecorder(_resolver(slots))
+    resolve = _resolver(slots)
+    recorder = LoadRecorder(resolve)
+    guard = _WriteGuard(slots, lambda: len(recorder.copies))
     weights = (
         (name, RecordingTensor(name, shape, dtype_from_name(dtype), "cpu", recorder))
         for name, (dtype, shape) in metadata.items()
     )
-    with torch.no_grad(), _stamped(slots, recorder), _WriteGuard(slots):
+    with torch.no_grad(), _stamped(slots, recorder), guard:
         if load_weights is None:
             _load_by_name(module, dict(weights), recorder)
         else:
             load_weights(weights)
+    copied, fills = _copies_by_slot(recorder.copies), _fills_by_slot(guard.writes, resolve)
+    prefixes = module_prefixes(module)
+    partial = []
+    for slot in slots:
+        key = (id(slot.module), slot.name)
+        if key in copied and slot.tensor.numel():
+            name = prefixes[id(slot.module)] + slot.name
+            hole = _check_slot(name, slot, copied[key], fills.get(key, ()))
+            partial += [(name, hole)] if hole is not None else []
     written = {(id(copy.module), copy.param_name) for copy in recorder.copies}
     tied = {_memory(s.tensor) for s in slots if (id(s.module), s.name) in written}
     return Recording(
@@ -91,24 +108,18 @@ def record_module(module: nn.Module, load_weights: LoadWeights | None, metadata:
         live_names=frozenset(copy.src_name for copy in recorder.copies),
         never_copied=tuple(name for name in metadata if name not in recorder.copied_names),
         unwritten=tuple(
-            qualified_name(module, s.module, s.name)
+            prefixes[id(s.module)] + s.name
             for s in slots
             if isinstance(s.tensor, nn.Parameter) and _memory(s.tensor) not in tied
         ),
         unattributed=tuple(recorder.unattributed),
+        partial=tuple(partial),
     )
 
 
-def qualified_name(root: nn.Module, module: Any, param_name: str) -> str:
-    """The name of a module's parameter as seen from `root`.
-
-    Raises:
-        ValueError: `module` is not part of `root`.
-    """
-    for prefix, candidate in root.named_modules(remove_duplicate=False):
-        if candidate is module:
-            return f"{prefix}.{param_name}" if prefix else param_name
-    raise ValueError(f"{type(module).__name__} (parameter {param_name}) is not part of the recorded module")
+def module_prefixes(root: nn.Module) -> dict[int, str]:
+    """id(module) -> what stands before the names of its parameters, seen from `root`; the first name of each."""
+    return {id(module): f"{prefix}." if prefix else "" for prefix, module in root.named_modules()}
 
 
 # -- the default loader -------------------------------------------------------------------------------
@@ -191,10 +202,15 @@ def _stamp(loader: Callable[..., Any], slot: _Slot, recorder: LoadRecorder) -> C
 
 
 class _WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips every operation that would write into the module's storages; reads go through."""
+    """Skips every operation that would write into the module's storages, and notes it; reads go through.
 
-    def __init__(self, slots: Sequence[_Slot]) -> None:
+    `writes` are (operation, the view it would have written, copies recorded until then).
+    """
+
+    def __init__(self, slots: Sequence[_Slot], copies_so_far: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: list[tuple[str, torch.Tensor, int]] = []
+        self._copies_so_far = copies_so_far
         self._guarded = {slot.tensor.untyped_storage()._cdata for slot in slots}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,8 +221,66 @@ class _WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._guarded:
+                self.writes.append((func.__name__, value, self._copies_so_far()))
                 return value
         return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """A write by the loader itself, after `after` recorded copies."""
+
+    operation: str
+    region: Region
+    after: int
+
+
+_SlotKey = tuple[int, str]
+"""(id of the owning module, parameter name)."""
+
+
+def _fills_by_slot(
+    writes: Sequence[tuple[str, torch.Tensor, int]],
+    resolve: Callable[[torch.Tensor], tuple[nn.Module, str, torch.Tensor] | None],
+) -> dict[_SlotKey, list[_Fill]]:
+    fills: dict[_SlotKey, list[_Fill]] = {}
+    for operation, view, after in writes:
+        owner = resolve(view)
+        if owner is not None and view.numel():
+            module, name, tensor = owner
+            fills.setdefault((id(module), name), []).append(_Fill(operation, Region.of(view, tensor), after))
+    return fills
+
+
+def _copies_by_slot(copies: Sequence[RecordedCopy]) -> dict[_SlotKey, list[tuple[int, RecordedCopy]]]:
+    """Copies with their place in call order."""
+    copied: dict[_SlotKey, list[tuple[int, RecordedCopy]]] = {}
+    for place, copy in enumerate(copies):
+        copied.setdefault((id(copy.module), copy.param_name), []).append((place, copy))
+    return copied
+
+
+def _check_slot(
+    where: str, slot: _Slot, copied: Sequence[tuple[int, RecordedCopy]], fills: Sequence[_Fill]
+) -> str | None:
+    """The hole a parameter is left with, if any.
+
+    Raises:
+        UnsupportedLayoutError: a weight that the loader changes after copying it would be pulled without that.
+    """
+    parameter = WrittenParameter(slot.tensor)
+    for fill in fills:
+        for place, copy in copied:
+            if place < fill.after and parameter.overlap(fill.region, _region(copy)):
+                raise UnsupportedLayoutError(
+                    f"the loader changes {where} ({fill.operation}) after copying {copy.src_name} into it; what is "
+                    "done to weights after loading cannot be pulled"
+                )
+    return parameter.hole([_region(copy) for _, copy in copied] + [fill.region for fill in fills])
+
+
+def _region(copy: RecordedCopy) -> Region:
+    return Region(copy.dest_offset, copy.dest_shape, copy.dest_stride)
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:

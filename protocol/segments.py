@@ -1,28 +1,35 @@
 """From a recorded copy to the runs that carry it out: which bytes of which shard go where.
 
     1. the op chain becomes a strided view of the logical tensor (`source_view`), geometry by torch
-    2. view and destination are joined into strided lines of bytes contiguous on both sides
-    3. lines are cut by the shards' boxes; each byte is taken from the first shard that holds it
-    4. runs that continue on both sides are joined
+    2. view and destination are one piece of an affine map, the shards are the other map, and `plan_transfer`
+       composes them, chooses holders, folds, and proves that every destination element is written once
+    3. segments are lowered to runs; runs get their shards' sessions and addresses
 
-All of it in numpy, per line and never per element, so that a column slice of thousands of rows costs no Python
-objects. The thing to watch: from step 2 on everything is bytes. A copy that cannot land in place (another
-dtype, a transpose) is refused here, and `bounce_copy` says how to read it densely and scatter it afterwards.
+Copies of equal geometry, such as those of identical layers, are planned once (`PullPlanner`). The thing to
+watch: runs are bytes, everything before them elements. A copy that cannot land in place (another dtype, a
+transpose) is refused here, and `bounce_copy` says how to read it densely and scatter it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.protocol.boxes import dense_space, row_major_strides
 from weightsync.protocol.copies import OpChain, RecordedCopy
+from weightsync.protocol.coverage import PlanBudget
 from weightsync.protocol.dtypes import dtype_from_name
-from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
+from weightsync.protocol.errors import InvalidLayoutError, PlanError, UnsupportedLayoutError
+from weightsync.protocol.holders import HolderPolicy
+from weightsync.protocol.lowering import count_runs, join_runs
+from weightsync.protocol.maps import AffineMap, AffinePiece
+from weightsync.protocol.plan_cache import PlacedRuns, PlanCache
 from weightsync.protocol.shards import Source, SourceShard
+from weightsync.protocol.transfer import TransferPlan
 from weightsync.protocol.views import describe_chain, replay
 
 Int64 = npt.NDArray[np.int64]
@@ -32,6 +39,9 @@ MIN_RUN_BYTES = 64
 MANY_RUNS = 1024
 """A copy of more than MANY_RUNS runs, each under MIN_RUN_BYTES, is read densely and scattered instead: a
 descriptor costs about as long as reading 16 KiB, a scatter runs at memory speed."""
+
+_BUDGET = PlanBudget(max_boxes=1 << 16)
+"""Boxes are Python objects; what falls into more of them takes seconds to plan and is no use to a transport."""
 
 
 @dataclass(frozen=True)
@@ -106,29 +116,63 @@ def plan_pull(
     ]
 
 
-def lower_copy(copy: RecordedCopy, source: Source, *, refuse_small_runs: bool = True) -> list[Runs]:
-    """Runs of one copy, per session, in source address order.
+class PullPlanner:
+    """Lowers recorded copies; remembers what it planned by geometry.
 
-    Raises:
-        InvalidLayoutError: no shard holds a part that the copy needs, or shapes disagree.
-        UnsupportedLayoutError: the copy converts dtypes, is no strided view, or (unless allowed) falls into many
-            tiny runs; read it through `bounce_copy`.
+    Args:
+        holder_policy: who serves a part that several shards hold; ranks are the shards in order.
     """
-    view = source_view(copy, source.global_shape, dtype_from_name(source.dtype))
-    if view.rest:
-        raise UnsupportedLayoutError(f"{describe_chain(copy.src_name, copy.op_chain)} is no strided view")
-    if view.dtype != copy.dest_dtype:
-        raise UnsupportedLayoutError(
-            f"{describe_chain(copy.src_name, copy.op_chain)} is {view.dtype} and {copy.param_name} is "
-            f"{copy.dest_dtype}; it cannot land in place"
+
+    def __init__(self, holder_policy: str | HolderPolicy = "lowest") -> None:
+        self._policy = holder_policy
+        self._plans = PlanCache()
+        self._maps: dict[tuple[object, ...], tuple[AffineMap, AffineMap, int]] = {}
+
+    @property
+    def planned(self) -> int:
+        """Distinct geometries planned so far."""
+        return len(self._plans)
+
+    def lower(self, copy: RecordedCopy, source: Source, *, refuse_small_runs: bool = True) -> list[Runs]:
+        """Runs of one copy, per session, in destination order.
+
+        Raises:
+            InvalidLayoutError: no shard holds a part that the copy needs, or shapes disagree.
+            UnsupportedLayoutError: the copy converts dtypes, is no strided view, or (unless allowed) falls into
+                many tiny runs; read it through `bounce_copy`.
+            PlanBudgetError: the copy is scattered over more boxes than planning may take.
+        """
+        key = (
+            describe_chain("", copy.op_chain),  # text, because slices do not hash before Python 3.12
+            copy.dest_shape,
+            copy.dest_stride,
+            copy.dest_dtype,
+            source.global_shape,
+            source.dtype,
+            tuple((shard.offset, shard.shape) for shard in source.shards),
         )
-    if view.shape != copy.dest_shape:
-        raise InvalidLayoutError(
-            f"{describe_chain(copy.src_name, copy.op_chain)} has shape {view.shape} and its destination in "
-            f"{copy.param_name} {copy.dest_shape}"
+        if key not in self._maps:
+            self._maps[key] = _as_maps(copy, source)
+        target, held, unit = self._maps[key]
+        try:
+            plan = self._plans.plan(target, held, holder_policy=self._policy, budget=_BUDGET, partial=True)
+        except PlanError as error:
+            where = f"{describe_chain(copy.src_name, copy.op_chain)} into {copy.param_name}"
+            raise type(error)(f"{where}: {error}") from None
+        if refuse_small_runs:
+            _refuse_small_runs(plan, unit, copy)
+        placed = self._plans.place(
+            plan,
+            unit,
+            {index: shard.addr for index, shard in enumerate(source.shards)},
+            dst_byte=copy.dest_offset * copy.dest_dtype.itemsize,
         )
-    starts, targets, length = _lines(view, copy, refuse_small_runs)
-    return _cut_by_shards(starts, targets, length, source, copy)
+        return _by_session(placed, source)
+
+
+def lower_copy(copy: RecordedCopy, source: Source, *, refuse_small_runs: bool = True) -> list[Runs]:
+    """`PullPlanner.lower` for a single copy."""
+    return PullPlanner().lower(copy, source, refuse_small_runs=refuse_small_runs)
 
 
 def bounce_copy(copy: RecordedCopy, src_shape: tuple[int, ...], src_dtype: torch.dtype) -> Bounce:
@@ -208,157 +252,90 @@ def _as_view(
 # -- step 2 -------------------------------------------------------------------------------------------
 
 
-def _lines(view: SourceView, copy: RecordedCopy, refuse_small_runs: bool) -> tuple[Int64, Int64, int]:
-    """Byte starts in the logical tensor, byte starts in the parameter, and the one length of all lines."""
-    itemsize = view.dtype.itemsize
-    dims = [
-        (size, stride * itemsize, dest * itemsize)
-        for size, stride, dest in zip(view.shape, view.strides, copy.dest_stride, strict=True)
-        if size != 1
-    ]
-    outer, length = _coalesce(dims, itemsize)
-    count = 1
-    for size, _, _ in outer:
-        count *= size
-    if refuse_small_runs and count > MANY_RUNS and length < MIN_RUN_BYTES:
+def _as_maps(copy: RecordedCopy, source: Source) -> tuple[AffineMap, AffineMap, int]:
+    """(the copy as a map of one piece, the shards as a map, bytes per element of both)."""
+    view = source_view(copy, source.global_shape, dtype_from_name(source.dtype))
+    where = describe_chain(copy.src_name, copy.op_chain)
+    if view.rest:
+        raise UnsupportedLayoutError(f"{where} is no strided view")
+    if view.dtype != copy.dest_dtype:
         raise UnsupportedLayoutError(
-            f"{describe_chain(copy.src_name, copy.op_chain)} into {copy.param_name} falls into {count} runs of "
-            f"{length} bytes"
+            f"{where} is {view.dtype} and {copy.param_name} is {copy.dest_dtype}; it cannot land in place"
         )
-    starts = np.array([view.offset * itemsize], dtype=np.int64)
-    targets = np.array([copy.dest_offset * itemsize], dtype=np.int64)
-    for size, src_stride, dst_stride in outer:
-        steps = np.arange(size, dtype=np.int64)
-        starts = (starts[:, None] + steps * src_stride).ravel()
-        targets = (targets[:, None] + steps * dst_stride).ravel()
-    return starts, targets, length
+    if view.shape != copy.dest_shape:
+        raise InvalidLayoutError(
+            f"{where} has shape {view.shape} and its destination in {copy.param_name} {copy.dest_shape}"
+        )
+    unit = min(view.dtype.itemsize, source.elsize)  # a chain may view another dtype: count in the smaller one
+    logical = _widened(source.global_shape, source.elsize // unit)
+    shape, source_strides, dest_strides = view.shape, view.strides, copy.dest_stride
+    factor = view.dtype.itemsize // unit
+    if factor > 1:
+        shape, source_strides, dest_strides = (
+            (*shape, factor),
+            (*(factor * stride for stride in source_strides), 1),
+            (*(factor * stride for stride in dest_strides), 1),
+        )
+    pieces = (
+        (AffinePiece(shape, view.offset * factor, source_strides, 0, dest_strides, (0,)),) if 0 not in shape else ()
+    )
+    target = AffineMap(logical, (dense_space(shape, dest_strides),), (pieces,))
+    return target, _shards_as_map(source, logical, source.elsize // unit), unit
 
 
-def _coalesce(dims: list[tuple[int, int, int]], itemsize: int) -> tuple[list[tuple[int, int, int]], int]:
-    """Fold trailing dimensions that are contiguous on both sides into the line length."""
-    outer, length = list(dims), itemsize
-    while outer and outer[-1][1] == length and outer[-1][2] == length:
-        length *= outer.pop()[0]
-    if any(size == 0 for size, _, _ in dims):
-        return [(0, 0, 0)], 0
-    return outer, length
+def _shards_as_map(source: Source, logical: tuple[int, ...], widening: int) -> AffineMap:
+    """Rank i of the map is shard i of the source."""
+    strides = row_major_strides(logical)
+    boxes = [(_widened(shard.offset, widening), _widened(shard.shape, widening)) for shard in source.shards]
+    holders: dict[object, list[int]] = {}
+    for index, box in enumerate(boxes):
+        holders.setdefault(box, []).append(index)
+    pieces = [
+        (
+            AffinePiece(
+                shape,
+                sum(o * stride for o, stride in zip(offset, strides, strict=True)),
+                strides,
+                0,
+                row_major_strides(shape),
+                tuple(holders[offset, shape]),
+            ),
+        )
+        if 0 not in shape
+        else ()
+        for offset, shape in boxes
+    ]
+    return AffineMap(logical, tuple(shape for _, shape in boxes), tuple(pieces))
+
+
+def _widened(sizes: tuple[int, ...], factor: int) -> tuple[int, ...]:
+    """Sizes or offsets counted in elements `factor` times smaller, which multiplies the innermost one."""
+    return sizes if factor == 1 else (*sizes[:-1], sizes[-1] * factor)
 
 
 # -- step 3 -------------------------------------------------------------------------------------------
 
 
-def _cut_by_shards(starts: Int64, targets: Int64, length: int, source: Source, copy: RecordedCopy) -> list[Runs]:
-    lengths = np.full(len(starts), length, dtype=np.int64)
-    taken: dict[int, list[tuple[Int64, Int64, Int64]]] = {}
-    for shard in source.shards:
-        if not len(starts):
-            break
-        grab = _Grab(source, shard)
-        inside, outside = grab.split(starts, targets, lengths)
-        if len(inside[0]):
-            src = grab.addresses(inside[0])
-            taken.setdefault(shard.session, []).append((src, inside[1], inside[2]))
-        starts, targets, lengths = outside
-    if len(starts):
-        first = np.unravel_index(int(starts.min()) // source.elsize, source.global_shape or (1,))
-        raise InvalidLayoutError(
-            f"{copy.src_name!r}: no shard holds element {tuple(int(i) for i in first)} of {source.global_shape} "
-            f"({int(lengths.sum())} bytes are missing), which {copy.param_name} needs"
+def _refuse_small_runs(plan: TransferPlan, unit: int, copy: RecordedCopy) -> None:
+    count = sum(count_runs(segment) for segment in plan.segments)
+    if count > MANY_RUNS and plan.moved_elements * unit < count * MIN_RUN_BYTES:
+        raise UnsupportedLayoutError(
+            f"{describe_chain(copy.src_name, copy.op_chain)} into {copy.param_name} falls into {count} runs of "
+            f"{plan.moved_elements * unit // count} bytes"
         )
-    return [_joined(session, pieces) for session, pieces in sorted(taken.items())]
 
 
-class _Grab:
-    """One shard's box in byte space: what of a line lies in it, and where in its memory.
-
-    Let d be the innermost dimension the box does not span. The logical tensor is then blocks of
-    `block` bytes (dimensions d and below); the box holds [low, high) of those blocks whose leading
-    coordinates it contains, one after the other.
-    """
-
-    def __init__(self, source: Source, shard: SourceShard) -> None:
-        shape, offset, extent = source.global_shape, shard.offset, shard.shape
-        cut = max((dim for dim in range(len(shape)) if extent[dim] != shape[dim]), default=0)
-        below = source.elsize
-        for size in shape[cut + 1 :]:
-            below *= size
-        size_at_cut, low, extent_at_cut = (shape[cut], offset[cut], extent[cut]) if shape else (1, 0, 1)
-        self.block = size_at_cut * below
-        self.low, self.high = low * below, (low + extent_at_cut) * below
-        self._outer = list(zip(shape[:cut], offset[:cut], extent[:cut], strict=True))
-        self._addr = shard.addr
-
-    def split(
-        self, starts: Int64, targets: Int64, lengths: Int64
-    ) -> tuple[tuple[Int64, Int64, Int64], tuple[Int64, Int64, Int64]]:
-        """Pieces inside the box, and pieces outside it."""
-        whole = self.block > 0 and self.low == 0 and self.high == self.block and not self._outer
-        if whole:
-            return (starts, targets, lengths), (starts[:0], targets[:0], lengths[:0])
-        starts, targets, lengths = _split_at_blocks(starts, targets, lengths, self.block)
-        within = starts % self.block
-        begin = np.clip(self.low - within, 0, lengths)
-        end = np.clip(self.high - within, 0, lengths)
-        mine = self._contains(starts // self.block)
-        begin = np.where(mine, begin, lengths)
-        end = np.where(mine, end, lengths)
-        end = np.maximum(begin, end)
-        inside = _pieces([(starts + begin, targets + begin, end - begin)])
-        outside = _pieces([(starts, targets, begin), (starts + end, targets + end, lengths - end)])
-        return inside, outside
-
-    def addresses(self, starts: Int64) -> Int64:
-        """Addresses of bytes inside the box."""
-        index, coordinates = starts // self.block, []
-        for size, offset, extent in reversed(self._outer):
-            index, coordinate = index // size, index % size
-            coordinates.append((coordinate - offset, extent))
-        local = np.zeros(len(starts), dtype=np.int64)
-        for coordinate, extent in reversed(coordinates):
-            local = local * extent + coordinate
-        return self._addr + local * (self.high - self.low) + (starts % self.block - self.low)
-
-    def _contains(self, blocks: Int64) -> npt.NDArray[np.bool_]:
-        mine = np.ones(len(blocks), dtype=bool)
-        for size, offset, extent in reversed(self._outer):
-            blocks, coordinate = blocks // size, blocks % size
-            mine &= (coordinate >= offset) & (coordinate < offset + extent)
-        return mine
-
-
-def _split_at_blocks(starts: Int64, targets: Int64, lengths: Int64, block: int) -> tuple[Int64, Int64, Int64]:
-    """Cut lines where they cross a multiple of `block`."""
-    first, last = starts // block, (starts + lengths - 1) // block
-    pieces = last - first + 1
-    if (pieces == 1).all():
-        return starts, targets, lengths
-    line = np.repeat(np.arange(len(starts)), pieces)
-    nth = np.arange(len(line)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begin = np.maximum(starts[line], (first[line] + nth) * block)
-    end = np.minimum(starts[line] + lengths[line], (first[line] + nth + 1) * block)
-    return begin, targets[line] + (begin - starts[line]), end - begin
-
-
-def _pieces(parts: Iterable[tuple[Int64, Int64, Int64]]) -> tuple[Int64, Int64, Int64]:
-    """Parts joined, empty pieces dropped."""
-    kept = [(s[n > 0], t[n > 0], n[n > 0]) for s, t, n in parts]
-    return (
-        np.concatenate([s for s, _, _ in kept]),
-        np.concatenate([t for _, t, _ in kept]),
-        np.concatenate([n for _, _, n in kept]),
-    )
-
-
-# -- step 4 -------------------------------------------------------------------------------------------
-
-
-def _joined(session: int, pieces: list[tuple[Int64, Int64, Int64]]) -> Runs:
-    """Pieces of one session in address order; those that continue on both sides are one run."""
-    src = np.concatenate([s for s, _, _ in pieces])
-    dst = np.concatenate([t for _, t, _ in pieces])
-    nbytes = np.concatenate([n for _, _, n in pieces])
-    order = np.argsort(src, kind="stable")
-    src, dst, nbytes = src[order], dst[order], nbytes[order]
-    continues = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
-    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
-    return Runs(session, src[heads].astype(np.uint64), dst[heads], np.add.reduceat(nbytes, heads))
+def _by_session(placed: Sequence[PlacedRuns], source: Source) -> list[Runs]:
+    """Runs of all shards of a session together."""
+    parts: dict[int, list[PlacedRuns]] = {}
+    for runs in placed:
+        parts.setdefault(source.shards[runs.source_rank].session, []).append(runs)
+    out = []
+    for session, own in sorted(parts.items()):
+        src, dst, nbytes = join_runs(
+            np.concatenate([runs.src_addr for runs in own]).astype(np.int64),
+            np.concatenate([runs.dst_byte for runs in own]),
+            np.concatenate([runs.nbytes for runs in own]),
+        )
+        out.append(Runs(session, src.astype(np.uint64), dst, nbytes))
+    return out

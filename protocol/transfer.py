@@ -83,8 +83,12 @@ def plan_transfer(
     *,
     holder_policy: str | HolderPolicy | HolderCallable = "lowest",
     budget: PlanBudget | None = None,
+    partial: bool = False,
 ) -> TransferPlan:
     """Plan the copies that fill every shard of `target` from the shards of `source`.
+
+    With `partial` the target's pieces may leave out elements of its shards, which then are not written: a
+    recorded copy fills one part of a fused parameter, and other copies the others.
 
     Both maps describe the same logical tensor. Raises InvalidLayoutError when they contradict themselves or
     each other or when the source leaves out a region the target needs (naming it in coordinates),
@@ -104,7 +108,7 @@ def plan_transfer(
         )
     budget.check_pieces(sum(len(p) for m in (target, source) for p in m.pieces_by_rank))
     check_map(source, "source", max_boxes=budget.max_boxes)
-    check_map(target, "target", max_boxes=budget.max_boxes)
+    check_map(target, "target", max_boxes=budget.max_boxes, partial=partial)
     wanted, held = _Boxes.of(target, budget), _Boxes.of(source, budget)
     regions = _Regions.of(held)
     _check_holders(source, held, regions)
@@ -125,7 +129,13 @@ def plan_transfer(
             )
         )
     segments = fold(raw)
-    proof = prove_segments(segments, target.shard_shapes, source.shard_shapes)
+    written = [target.shard_boxes(rank) for rank in range(target.num_ranks)] if partial else None
+    proof = prove_segments(
+        segments,
+        target.shard_shapes,
+        source.shard_shapes,
+        None if written is None else [[box for box, _ in own] for own in written],
+    )
     return TransferPlan(tuple(segments), len(raw), source.shard_shapes, target.shard_shapes, proof)
 
 

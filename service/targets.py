@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.protocol.copies import RecordedCopy
-from weightsync.protocol.errors import InvalidLayoutError
-from weightsync.protocol.record import qualified_name, record_module
+from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
+from weightsync.protocol.record import module_prefixes, record_module
+from weightsync.protocol.views import describe_chain
 from weightsync.service.sources import dtensor_offset
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -32,18 +33,38 @@ class ModuleTarget(WeightTarget):
         module: holds the parameters.
         load_weights: takes an iterable of (checkpoint name, tensor); None takes `module.load_weights`, or, where
             there is none, each parameter takes the whole tensor of its own name.
+        allow_partial: accept parameters of which the loader fills only a part; the rest keeps what it holds.
     """
 
-    def __init__(self, module: nn.Module, load_weights: LoadWeights | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, load_weights: LoadWeights | None = None, *, allow_partial: bool = False
+    ) -> None:
         self._module = module
+        self._allow_partial = allow_partial
         self._load_weights = load_weights or getattr(module, "load_weights", None)
 
     def record(self, manifest: Mapping[str, tuple[str, tuple[int, ...]]]) -> Sequence[RecordedCopy]:
+        """The copies of the module's loader.
+
+        Raises:
+            UnsupportedLayoutError: a weight goes somewhere else than into the module, or is changed afterwards.
+            InvalidLayoutError: a parameter is filled in part only.
+        """
         recording = record_module(self._module, self._load_weights, manifest)
-        return [
-            replace(copy, param_name=qualified_name(self._module, copy.module, copy.param_name))
-            for copy in recording.copies
-        ]
+        if recording.unattributed:
+            name, chain = recording.unattributed[0]
+            raise UnsupportedLayoutError(
+                f"the loader copies {describe_chain(name, chain)} to memory that belongs to no parameter or buffer of "
+                f"the module ({len(recording.unattributed)} such copies), where a pull cannot follow"
+            )
+        if recording.partial and not self._allow_partial:
+            name, hole = recording.partial[0]
+            raise InvalidLayoutError(
+                f"{name!r} would be filled in part only: nothing is loaded into {hole} ({len(recording.partial)} such "
+                "parameters); publish the missing names, or set allow_partial"
+            )
+        prefixes = module_prefixes(self._module)
+        return [replace(copy, param_name=prefixes[id(copy.module)] + copy.param_name) for copy in recording.copies]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))

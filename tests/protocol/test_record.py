@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.protocol.errors import InvalidLayoutError, UnsupportedViewError
-from weightsync.protocol.record import qualified_name, record_module
+from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError, UnsupportedViewError
+from weightsync.protocol.record import module_prefixes, record_module
 from weightsync.protocol.views import replay
 
 
@@ -88,7 +88,7 @@ def test_executing_the_recorded_copies_equals_the_modules_own_load() -> None:
     assert recording.never_copied == ("unknown",)
     assert recording.unwritten == ()
     assert recording.unattributed == ()
-    names = [qualified_name(planned, copy.module, copy.param_name) for copy in recording.copies]
+    names = [module_prefixes(planned)[id(copy.module)] + copy.param_name for copy in recording.copies]
     assert names == ["qkv.weight"] * 3 + ["embed.weight", "scale", "left", "right"]
 
 
@@ -165,3 +165,48 @@ def test_without_a_loader_every_parameter_takes_its_own_name() -> None:
         record_module(module, None, {k: v for k, v in metadata.items() if k != "0.bias"})
     with pytest.raises(InvalidLayoutError, match=r"0\.bias.*\(3,\).*\(2,\)"):
         record_module(module, None, {**metadata, "0.bias": ("float32", (3,))})
+
+
+class Padded(nn.Module):
+    """A weight beside padding that the loader zeroes, before or after the copy, or forgets."""
+
+    def __init__(self, zeroed: str, transposed: bool = False) -> None:
+        super().__init__()
+        memory = torch.ones(6, 4)
+        self.weight = nn.Parameter(torch.ones(4, 6).t() if transposed else memory)
+        self._zeroed = zeroed
+
+    def load_weights(self, weights: Any) -> None:
+        for _, loaded in weights:
+            if self._zeroed == "before":
+                self.weight.data.zero_()
+            self.weight.data[:, :3].copy_(loaded)
+            if self._zeroed == "after":
+                self.weight.data[:, 3:].fill_(0)
+            if self._zeroed == "scaled":
+                self.weight.data[:, 3:].fill_(0)
+                self.weight.data[2].mul_(2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("zeroed", ["before", "after"])
+def test_padding_that_the_loader_fills_itself_is_no_hole(zeroed: str, transposed: bool) -> None:
+    module = Padded(zeroed, transposed)
+    recording = record_module(module, module.load_weights, {"w": ("float32", (6, 3))})
+    assert recording.partial == ()
+    assert bool((module.weight == 1).all()), "nothing was written while it was recorded"
+
+
+def test_a_parameter_that_is_filled_in_part_is_reported_with_the_hole() -> None:
+    module = Padded("never")
+    recording = record_module(module, module.load_weights, {"w": ("float32", (6, 3))})
+    assert recording.partial == (("weight", "(0, 3)..(6, 4) of (6, 4)"),)
+    fused = Fused()
+    recording = record_module(fused, fused.load_weights, {n: m for n, m in METADATA.items() if n != "k"})
+    assert recording.partial == (("qkv.weight", "(2, 0)..(4, 4) of (6, 4)"),)
+
+
+def test_a_weight_that_is_changed_after_it_was_copied_is_refused() -> None:
+    module = Padded("scaled")
+    with pytest.raises(UnsupportedLayoutError, match=r"changes weight \(mul_.*after copying w into it"):
+        record_module(module, module.load_weights, {"w": ("float32", (6, 3))})
