@@ -1,4 +1,4 @@
-"""The `weightsync` command: demo, up, down, status.
+"""The `weightsync` command: demo, up, down, status, plan.
 
 Exit codes: 0 success, 1 the thing asked for failed, 2 wrong usage, 130 interrupted. With `--json`, standard
 output holds JSON and nothing else; everything for people goes to standard error.
@@ -120,6 +120,61 @@ def status(name: Name = "default", address: Address = None, json_output: Json = 
         _print_json(state.model_dump(mode="json"))
     else:
         Console().print(render(state))
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str, typer.Option(help="the trainer's layout, such as split:0/8; `--help-layouts` lists all")
+    ] = "",
+    target: Annotated[str, typer.Option(help="the worker's layout, or engine/N with --model")] = "",
+    shape: Annotated[str | None, typer.Option(help="one parameter of this shape, such as 4096x1024")] = None,
+    model: Annotated[str | None, typer.Option(help="tiny, small, base, or a transformers config.json")] = None,
+    dtype: Annotated[str, typer.Option(help="element type of --shape")] = "bfloat16",
+    policy: Annotated[
+        str, typer.Option(help="who serves what several ranks hold, such as adjacency+balance")
+    ] = "lowest",
+    help_layouts: Annotated[bool, typer.Option("--help-layouts", help="list the layouts and exit")] = False,
+    json_output: Json = False,
+) -> None:
+    """Show what moving weights from one layout to another takes; moves nothing and needs no Ray."""
+    from weightsync.service.layout_names import describe_kinds
+    from weightsync.service.plan_summary import (
+        demo_engine,
+        describe_model,
+        render,
+        summarize_layouts,
+        summarize_recorded,
+    )
+
+    if help_layouts:
+        Console(highlight=False).print(describe_kinds().replace("; ", "\n"))
+        return
+    if not source or not target or (shape is None) == (model is None):
+        raise typer.BadParameter("give --source, --target, and either --shape or --model")
+    if shape is not None:
+        summary = summarize_layouts([("the parameter", dtype, _parse_shape(shape))], source, target, policy)
+    else:
+        assert model is not None
+        with _err.status(f"building {model} ..."):
+            config, tensors = describe_model(model)
+        kind, _, ranks = target.partition("/")
+        with _err.status("planning ..."):
+            if kind == "engine" and ranks.isdigit() and int(ranks) > 0:
+                summary = summarize_recorded(tensors, source, demo_engine(config), int(ranks), policy)
+            else:
+                summary = summarize_layouts(tensors, source, target, policy)
+    if json_output:
+        _print_json(summary.model_dump(mode="json"))
+    else:
+        Console().print(render(summary))
+
+
+def _parse_shape(shape: str) -> tuple[int, ...]:
+    sizes = shape.split("x")
+    if not all(size.isdigit() for size in sizes):
+        raise typer.BadParameter(f"a shape is sizes joined by x, such as 4096x1024; got {shape!r}")
+    return tuple(map(int, sizes))
 
 
 class _Refused(WeightsyncError):
