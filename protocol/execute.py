@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -41,8 +40,9 @@ def execute_plan(plan: TransferPlan, sources: Sequence[torch.Tensor], targets: S
 
     Raises InvalidLayoutError when the proof is not of these segments, or shapes or dtypes do not match.
     """
+    moved = plan.statistics.elements_by_target
     if plan.proof.segments != len(plan.segments) or plan.proof.target_elements != tuple(
-        prod(shape) for shape in plan.target_shapes
+        moved.get(rank, 0) for rank in range(len(plan.target_shapes))
     ):
         raise InvalidLayoutError("the plan's coverage proof is not of its segments: prove_segments again")
     _check_shards("source", sources, plan.source_shapes)

@@ -12,12 +12,13 @@ dtypes as arguments. Geometry is always torch's own, on meta tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from weightsync.protocol.copies import OpChain, RecordedCopy
 from weightsync.protocol.errors import UnsupportedViewError
+from weightsync.protocol.view_arguments import MAX_CHAIN, FrozenSlice, brief, freeze, freeze_args, thaw_entry
 
 __all__ = [
     "ALLOWED_OPS",
@@ -54,8 +55,6 @@ ALLOWED_OPS: frozenset[str] = frozenset(_VIEWS)
 SUPPORTED_OPS: dict[Callable[..., Any], str] = {func: op for op, funcs in _VIEWS.items() for func in funcs}
 
 _MULTI_RESULT = frozenset({"chunk", "unbind"})
-_MAX_CHAIN = 64
-"""Ops per chain and arguments per op; real loaders take a handful, hostile ones would take more."""
 
 # Reading these tells a loader about shape and placement, never about data.
 _METADATA: frozenset[Any] = frozenset(
@@ -97,14 +96,6 @@ _METADATA: frozenset[Any] = frozenset(
 )
 _DATA: Any = _T.data
 _IDENTITIES: frozenset[Any] = frozenset({_T.detach, torch.detach, _DATA.__get__, _T.cpu, _T.cuda})
-
-
-class FrozenSlice(NamedTuple):
-    """A slice that hashes (before Python 3.12 slices do not)."""
-
-    start: int | None
-    stop: int | None
-    step: int | None
 
 
 class CopySink(Protocol):
@@ -213,7 +204,7 @@ class RecordingTensor(torch.Tensor):
         else:  # torch.narrow(input=w, ...)
             rest, kwargs = args, {name: value for name, value in kwargs.items() if value is not self}
         try:
-            entry = (op, _freeze_args(op, rest), tuple(sorted((k, _freeze(v)) for k, v in kwargs.items())))
+            entry = (op, freeze_args(op, rest), tuple(sorted((k, freeze(v)) for k, v in kwargs.items())))
         except ValueError as error:
             raise UnsupportedViewError(
                 f"the loader takes a view of {describe_chain(*self.key)} that needs data: {error}"
@@ -318,11 +309,11 @@ def replay(tensor: torch.Tensor, op_chain: OpChain) -> torch.Tensor:
     Raises:
         ValueError: an op outside the table, an argument that no view takes, or one that does not fit.
     """
-    if not isinstance(op_chain, tuple | list) or len(op_chain) > _MAX_CHAIN:
-        raise ValueError(f"an op chain is a tuple of at most {_MAX_CHAIN} entries, got {_brief(op_chain)}")
+    if not isinstance(op_chain, tuple | list) or len(op_chain) > MAX_CHAIN:
+        raise ValueError(f"an op chain is a tuple of at most {MAX_CHAIN} entries, got {brief(op_chain)}")
     current: Any = tensor
     for position, entry in enumerate(op_chain):
-        op, args, kwargs = _thaw_entry(entry)
+        op, args, kwargs = thaw_entry(entry, ALLOWED_OPS)
         if isinstance(current, tuple) and not (op == "__getitem__" and len(args) == 1 and type(args[0]) is int):
             raise ValueError(f"entry {position}: one of several results must be picked by an integer, got {op}")
         try:
@@ -391,60 +382,3 @@ def _first_recording(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record
         if isinstance(item, tuple | list):
             stack.extend(item)
     raise UnsupportedViewError("a recording tensor was used in a way that cannot be recorded")
-
-
-# -- arguments ----------------------------------------------------------------------------------------
-
-
-def _freeze_args(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if op == "__getitem__" and len(args) == 1 and isinstance(args[0], list):
-        raise ValueError("indexing by a list selects by value")
-    return tuple(_freeze(arg) for arg in args)
-
-
-def _freeze(value: Any, depth: int = 0) -> Any:
-    """A hashable, picklable form of an argument; refuses all that is not pure geometry."""
-    if value is None or value is Ellipsis or isinstance(value, torch.dtype) or type(value) is int:
-        return value
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        if all(part is None or type(part) is int for part in parts):
-            return FrozenSlice(*parts)
-        raise ValueError(f"a slice of {parts}")
-    if isinstance(value, FrozenSlice):
-        return value
-    if isinstance(value, tuple | list) and depth == 0:
-        return tuple(_freeze(item, 1) for item in value)
-    raise ValueError(f"an argument of type {type(value).__name__}")
-
-
-def _thaw_entry(entry: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(entry, tuple | list) or len(entry) != 3:
-        raise ValueError(f"a chain entry is (op, args, kwargs), got {_brief(entry)}")
-    op, args, kwargs = entry
-    if not isinstance(op, str) or op not in ALLOWED_OPS:
-        raise ValueError(f"{_brief(op)} is not a view that may be replayed; allowed are {sorted(ALLOWED_OPS)}")
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, tuple | list):
-        raise ValueError(f"arguments of {op} must be tuples, got {_brief(args)} and {_brief(kwargs)}")
-    if len(args) > _MAX_CHAIN or len(kwargs) > _MAX_CHAIN:
-        raise ValueError(f"{op} has more than {_MAX_CHAIN} arguments")
-    named: dict[str, Any] = {}
-    for item in kwargs:
-        if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
-            raise ValueError(f"keyword arguments of {op} must be (name, value) pairs, got {_brief(item)}")
-        named[item[0]] = _thaw(item[1])
-    return op, tuple(_thaw(arg) for arg in args), named
-
-
-def _thaw(value: Any) -> Any:
-    frozen = _freeze(value)
-    if isinstance(frozen, FrozenSlice):
-        return slice(*frozen)
-    if isinstance(frozen, tuple):
-        return tuple(slice(*item) if isinstance(item, FrozenSlice) else item for item in frozen)
-    return frozen
-
-
-def _brief(value: Any) -> str:
-    text = f"{type(value).__name__}" if not isinstance(value, str) else repr(value)
-    return text[:80]

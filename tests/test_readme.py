@@ -38,4 +38,4 @@ def test_every_command_and_target_the_readme_names_exists() -> None:
     help_text = subprocess.run(
         [sys.executable, "-m", "weightsync.service.cli", "--help"], capture_output=True, text=True, check=True
     ).stdout
-    assert all(command in help_text for command in re.findall(r"weightsync (up|down|status|demo)\b", text))
+    assert all(command in help_text for command in re.findall(r"weightsync (up|down|status|demo|plan)\b", text))
