@@ -40,9 +40,9 @@ def execute_plan(plan: TransferPlan, sources: Sequence[torch.Tensor], targets: S
 
     Raises InvalidLayoutError when the proof is not of these segments, or shapes or dtypes do not match.
     """
-    moved = plan.statistics.elements_by_target
+    written = plan.statistics.elements_by_target
     if plan.proof.segments != len(plan.segments) or plan.proof.target_elements != tuple(
-        moved.get(rank, 0) for rank in range(len(plan.target_shapes))
+        written.get(rank, 0) for rank in range(len(plan.target_shapes))
     ):
         raise InvalidLayoutError("the plan's coverage proof is not of its segments: prove_segments again")
     _check_shards("source", sources, plan.source_shapes)
