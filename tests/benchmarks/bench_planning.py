@@ -1,4 +1,4 @@
-"""Planning cost: parameters of many ranks, the known layout changes, and a DeepSeek-V3-shaped model.
+"""Planning cost: parameters of many ranks, the known layout changes, DeepSeek-V3- and Kimi-K2-shaped models.
 
 Run it: `python tests/benchmarks/bench_planning.py [--json]`. It prints what it measured and asserts nothing.
 """
@@ -10,6 +10,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 
 from weightsync.protocol.affine import (
@@ -17,16 +18,42 @@ from weightsync.protocol.affine import (
     block_gather_map,
     codegen_block_ids,
     contiguous_split_map,
-    replicated_map,
     segmented_map,
     yuan_o_proj_block_ids,
 )
-from weightsync.protocol.plan_cache import PlanCache
+from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.dtypes import dtype_from_name
+from weightsync.protocol.segments import PullPlanner
+from weightsync.protocol.shards import (
+    PublishedShard,
+    PublishedTensor,
+    build_sources,
+    check_complete,
+    merge_shard_tables,
+)
 from weightsync.protocol.transfer import plan_transfer
 
-LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
-HIDDEN, EXPERT_WIDTH, DENSE_WIDTH, VOCABULARY, BLOCK = 7168, 2048, 18432, 129280, 128
 STAGES, TRAINER_EP, WORKERS = 4, 16, 32
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """A mixture-of-experts model with multi-head latent attention and block-scaled fp8 weights."""
+
+    name: str
+    layers: int
+    dense_layers: int
+    experts: int
+    heads: int
+    vocabulary: int
+    hidden: int = 7168
+    expert_width: int = 2048
+    dense_width: int = 18432
+    block: int = 128
+
+
+DEEPSEEK_V3 = MoeShape("DeepSeek-V3", 61, 3, 256, 128, 129280)
+KIMI_K2 = MoeShape("Kimi-K2", 61, 1, 384, 64, 163840)
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 3) -> float:
@@ -96,94 +123,115 @@ def known_changes() -> list[dict[str, object]]:
     return table
 
 
-def deepseek_parameters() -> Iterator[tuple[str, tuple[int, int], int, int, int | None]]:
-    """(name, shape, bytes an element, pipeline stage, expert or None); fp8 weights bring block scales."""
+Parameter = tuple[str, tuple[int, int], str, int, int | None]
+"""(name, shape, dtype name, pipeline stage, expert or None)."""
 
-    def quantised(
-        name: str, shape: tuple[int, int], stage: int, expert: int | None = None
-    ) -> Iterator[tuple[str, tuple[int, int], int, int, int | None]]:
-        yield name + ".weight", shape, 1, stage, expert
-        yield name + ".weight_scale_inv", (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)), 4, stage, expert
 
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN), 2, 0, None
-    for layer in range(LAYERS):
-        stage, prefix = layer * STAGES // LAYERS, f"model.layers.{layer}."
+def parameters_of(m: MoeShape) -> Iterator[Parameter]:
+    """Every parameter in checkpoint naming; fp8 weights bring block scales."""
+
+    def quantised(name: str, shape: tuple[int, int], stage: int, expert: int | None = None) -> Iterator[Parameter]:
+        yield name + ".weight", shape, "float8_e4m3fn", stage, expert
+        scales = (-(-shape[0] // m.block), -(-shape[1] // m.block))
+        yield name + ".weight_scale_inv", scales, "float32", stage, expert
+
+    yield "model.embed_tokens.weight", (m.vocabulary, m.hidden), "bfloat16", 0, None
+    for layer in range(m.layers):
+        stage, prefix = layer * STAGES // m.layers, f"model.layers.{layer}."
         for name, shape in {
-            "q_a_proj": (1536, HIDDEN),
-            "q_b_proj": (128 * 192, 1536),
-            "kv_a_proj_with_mqa": (576, HIDDEN),
-            "kv_b_proj": (128 * 256, 512),
-            "o_proj": (HIDDEN, 128 * 128),
+            "q_a_proj": (1536, m.hidden),
+            "q_b_proj": (m.heads * 192, 1536),
+            "kv_a_proj_with_mqa": (576, m.hidden),
+            "kv_b_proj": (m.heads * 256, 512),
+            "o_proj": (m.hidden, m.heads * 128),
         }.items():
             yield from quantised(f"{prefix}self_attn.{name}", shape, stage)
         for name, width in {
             "self_attn.q_a_layernorm": 1536,
             "self_attn.kv_a_layernorm": 512,
-            "input_layernorm": HIDDEN,
-            "post_attention_layernorm": HIDDEN,
+            "input_layernorm": m.hidden,
+            "post_attention_layernorm": m.hidden,
         }.items():
-            yield f"{prefix}{name}.weight", (1, width), 2, stage, None
-        dense = layer < DENSE_LAYERS
-        width, block = (DENSE_WIDTH, "mlp") if dense else (EXPERT_WIDTH, "mlp.shared_experts")
+            yield f"{prefix}{name}.weight", (1, width), "bfloat16", stage, None
+        dense = layer < m.dense_layers
+        width, block = (m.dense_width, "mlp") if dense else (m.expert_width, "mlp.shared_experts")
         blocks: list[tuple[str, int | None]] = [(block, None)]
         if not dense:
-            yield f"{prefix}mlp.gate.weight", (EXPERTS, HIDDEN), 2, stage, None
-            yield f"{prefix}mlp.gate.e_score_correction_bias", (1, EXPERTS), 4, stage, None
-            blocks += [(f"mlp.experts.{e}", e) for e in range(EXPERTS)]
+            yield f"{prefix}mlp.gate.weight", (m.experts, m.hidden), "bfloat16", stage, None
+            yield f"{prefix}mlp.gate.e_score_correction_bias", (1, m.experts), "float32", stage, None
+            blocks += [(f"mlp.experts.{e}", e) for e in range(m.experts)]
         for name, expert in blocks:
             for projection, shape in (
-                ("gate_proj", (width, HIDDEN)),
-                ("up_proj", (width, HIDDEN)),
-                ("down_proj", (HIDDEN, width)),
+                ("gate_proj", (width, m.hidden)),
+                ("up_proj", (width, m.hidden)),
+                ("down_proj", (m.hidden, width)),
             ):
                 yield from quantised(f"{prefix}{name}.{projection}", shape, stage, expert)
-    yield "model.norm.weight", (1, HIDDEN), 2, STAGES - 1, None
-    yield "lm_head.weight", (VOCABULARY, HIDDEN), 2, STAGES - 1, None
+    yield "model.norm.weight", (1, m.hidden), "bfloat16", STAGES - 1, None
+    yield "lm_head.weight", (m.vocabulary, m.hidden), "bfloat16", STAGES - 1, None
 
 
-def deepseek(worker: int = 5) -> dict[str, object]:
-    """Plan what one of 32 expert-parallel workers reads from 64 trainer ranks (PP4 x EP16), to addresses."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    cache = PlanCache()
-    layouts: dict[tuple[object, ...], AffineMap] = {}
+def _table(m: MoeShape) -> list[PublishedTensor]:
+    """What 64 trainer ranks (PP4 x EP16) publish: an expert whole on one rank, the rest by rows of its stage."""
+    tensors, addr = [], 0
+    for name, shape, dtype, stage, expert in parameters_of(m):
+        itemsize = dtype_from_name(dtype).itemsize
+        if expert is None and shape[0] % TRAINER_EP == 0:
+            rows = shape[0] // TRAINER_EP
+            boxes = [(stage * TRAINER_EP + r, (r * rows, 0), (rows, shape[1])) for r in range(TRAINER_EP)]
+        elif expert is None:
+            boxes = [(stage * TRAINER_EP + r, (0, 0), shape) for r in range(TRAINER_EP)]
+        else:
+            boxes = [(stage * TRAINER_EP + expert * TRAINER_EP // m.experts, (0, 0), shape)]
+        shards = tuple(PublishedShard(f"rank{rank}", 0, addr, start, extent) for rank, start, extent in boxes)
+        tensors.append(PublishedTensor(name, dtype, itemsize, shape, shards))
+        addr += shape[0] * shape[1] * itemsize
+    return tensors
 
-    def layout(shape: tuple[int, int], ranks: int) -> AffineMap:
-        # Non-expert weights are FSDP-sharded by rows over the stage's ranks where they divide, else repeated.
-        key = (shape, ranks)
-        if key not in layouts:
-            split = ranks > 1 and shape[0] % ranks == 0
-            layouts[key] = (
-                contiguous_split_map(shape, [shape[0] // ranks] * ranks, 0) if split else replicated_map(shape, ranks)
-            )
-        return layouts[key]
 
-    own = range(worker * EXPERTS // WORKERS, (worker + 1) * EXPERTS // WORKERS)
-    names = parameters = runs = nbytes = wanted = addr = 0
-    for _, shape, itemsize, stage, expert in deepseek_parameters():
-        names += 1
-        addr += 4096  # any address: what counts is that each parameter has its own
+def _copies(m: MoeShape, own: range) -> Iterator[RecordedCopy]:
+    """What a worker's loader does: gate and up fused, own experts stacked, the rest whole."""
+    for name, shape, dtype, _, expert in parameters_of(m):
         if expert is not None and expert not in own:
             continue
-        parameters += 1
-        wanted += shape[0] * shape[1] * itemsize
-        if expert is None:
-            ranks = range(stage * TRAINER_EP, (stage + 1) * TRAINER_EP)
-        else:
-            holder = stage * TRAINER_EP + expert * TRAINER_EP // EXPERTS
-            ranks = range(holder, holder + 1)
-        plan = cache.plan(layout(shape, 1), layout(shape, len(ranks)), holder_policy="adjacency+balance")
-        for placed in cache.place(plan, itemsize, dict.fromkeys(ranks, addr), source_ranks=ranks):
-            runs += len(placed.nbytes)
-            nbytes += int(placed.nbytes.sum())
+        rows, columns = shape
+        parameter, row = name, 0
+        for part, place in (("gate_proj", 0), ("up_proj", rows)):
+            if part in name:
+                parameter, row = name.replace(part, "gate_up_proj"), place
+        if expert is not None:
+            stacked_rows = 2 * rows if parameter != name else rows
+            parameter = parameter.replace(f"experts.{expert}", "experts")
+            row += (expert - own.start) * stacked_rows
+        yield RecordedCopy(name, (), parameter, row * columns, shape, (columns, 1), dtype_from_name(dtype))
+
+
+def moe(m: MoeShape, worker: int = 5) -> dict[str, object]:
+    """Plan what one of 32 expert-parallel workers reads, from published tables to addresses."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    table = _table(m)
+    own = range(worker * m.experts // WORKERS, (worker + 1) * m.experts // WORKERS)
+    copies = list(_copies(m, own))
+    start = time.perf_counter()
+    merged = merge_shard_tables([table], replica_offset=worker)
+    check_complete(merged)
+    sources, _, _ = build_sources(merged)
+    merged_s = time.perf_counter() - start
+    planner = PullPlanner()
+    runs = nbytes = 0
+    for copy in copies:
+        for own_runs in planner.lower(copy, sources[copy.src_name]):
+            runs += len(own_runs.nbytes)
+            nbytes += int(own_runs.nbytes.sum())
     return {
-        "case": f"DeepSeek-V3 shape, {STAGES * TRAINER_EP} trainer ranks -> worker {worker} of {WORKERS}",
-        "names": names,
-        "parameters": parameters,
-        "distinct_plans": len(cache),
+        "case": f"{m.name} shape, {STAGES * TRAINER_EP} trainer ranks -> worker {worker} of {WORKERS}",
+        "names": len(table),
+        "copies": len(copies),
+        "distinct_plans": planner.planned,
         "runs": runs,
         "GB": round(nbytes / 1e9, 2),
-        "wire_over_needed": nbytes / wanted,
+        "wire_over_needed": nbytes / sum(c.numel * c.dest_dtype.itemsize for c in copies),
+        "merge_ms": 1000 * merged_s,
         "ms": 1000 * (time.perf_counter() - start),
         "peak_rss_growth_MB": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
     }
@@ -195,7 +243,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     arguments = parser.parse_args()
     # The model first: resident memory only ever grows, and the large curves would hide what it needs.
-    tables = {"deepseek": [deepseek()], "scaling": scaling(), "known_changes": known_changes()}
+    tables = {"models": [moe(DEEPSEEK_V3), moe(KIMI_K2)], "scaling": scaling(), "known_changes": known_changes()}
     if arguments.json:
         print(json.dumps(tables, indent=2))
         return

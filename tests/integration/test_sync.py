@@ -114,17 +114,25 @@ def test_tied_weights_move_once_whichever_side_ties(
             assert report.bytes == report.needed_bytes == trainer.embed.weight.nbytes
 
 
+@pytest.mark.parametrize("mode", ["live", "staged"])
 def test_a_worker_converts_transposes_and_skips_as_its_loader_says(
-    service: ServiceHandle, fresh: Callable[[], int]
+    service: ServiceHandle, fresh: Callable[[], int], mode: str
 ) -> None:
     version = fresh()
-    source = {"layers.0.w": torch.randn(40, 33), "layers.1.w": torch.randn(8, 8), "unused": torch.randn(3)}
+    source = {
+        "layers.0.w": torch.randn(40, 33),
+        "layers.1.w": torch.randn(8, 8),
+        "layers.1.gate": torch.randn(4, 6),
+        "layers.1.up": torch.randn(4, 6),
+        "unused": torch.randn(3),
+    }
 
     class Engine(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.low = nn.Parameter(torch.zeros(33, 40, dtype=torch.bfloat16), requires_grad=False)
             self.padded = nn.Parameter(torch.full((10, 8), 7.0), requires_grad=False)
+            self.gate_up = nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16), requires_grad=False)
 
         def load_weights(self, weights: object) -> None:
             for name, weight in weights:  # type: ignore[attr-defined]
@@ -133,10 +141,12 @@ def test_a_worker_converts_transposes_and_skips_as_its_loader_says(
                 elif name == "layers.1.w":
                     self.padded.data[8:].zero_()
                     self.padded.data[:8].copy_(weight)
+                elif name in ("layers.1.gate", "layers.1.up"):
+                    self.gate_up.data.chunk(2)[name == "layers.1.up"].copy_(weight)
 
     engine = Engine()
     with (
-        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Publisher(service, 0, 1, StateDictSource(source), mode=mode) as publisher,
         Subscriber(service, "w0", ModuleTarget(engine)) as subscriber,
     ):
         report = publisher.publish(version, timeout=30)
@@ -144,7 +154,9 @@ def test_a_worker_converts_transposes_and_skips_as_its_loader_says(
     assert torch.equal(engine.low, source["layers.0.w"].t().to(torch.bfloat16))
     assert torch.equal(engine.padded[:8], source["layers.1.w"])
     assert bool((engine.padded[8:] == 7).all()), "what no weight fills is the engine's own"
-    assert report.bytes == report.needed_bytes == 4 * (40 * 33 + 64)
+    both = torch.cat([source["layers.1.gate"], source["layers.1.up"]])
+    assert torch.equal(engine.gate_up, both.to(torch.bfloat16)), "two conversions into one parameter do not collide"
+    assert report.bytes == report.needed_bytes == 4 * (40 * 33 + 64 + 48)
 
 
 def test_a_worker_that_pulls_nothing_from_most_groups_still_completes(
