@@ -97,13 +97,14 @@ def merge_shard_tables(
             _check_shard(tensor, shard)
             if shard.numel or not _product(tensor.full_shape):
                 boxes.setdefault((shard.shard_offset, shard.shape), []).append(shard)
-    return {
-        name: replace(
-            tensor,
-            shards=tuple(same[replica_offset % len(same)] for same in replicas[name].values()),
-        )
-        for name, tensor in merged.items()
-    }
+    return {name: _collapsed(tensor, replicas[name], replica_offset) for name, tensor in merged.items()}
+
+
+def _collapsed(
+    tensor: PublishedTensor, replicas: Mapping[object, Sequence[PublishedShard]], replica_offset: int
+) -> PublishedTensor:
+    shards = tuple(same[replica_offset % len(same)] for same in replicas.values())
+    return tensor if shards == tensor.shards else replace(tensor, shards=shards)
 
 
 def build_sources(
@@ -137,6 +138,8 @@ def check_complete(merged: Mapping[str, PublishedTensor]) -> None:
         InvalidLayoutError: names the tensor and the hole in coordinates.
     """
     for name, tensor in merged.items():
+        if any(shard.shape == tensor.full_shape for shard in tensor.shards):
+            continue  # whole on one rank, as most experts are
         holes = find_holes(tensor.full_shape, [(s.shard_offset, s.shape) for s in tensor.shards])
         if holes:
             start, end = holes[0]
