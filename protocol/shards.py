@@ -101,7 +101,7 @@ def merge_shard_tables(
 
 
 def _collapsed(
-    tensor: PublishedTensor, replicas: Mapping[object, Sequence[PublishedShard]], replica_offset: int
+    tensor: PublishedTensor, replicas: Mapping[Box, Sequence[PublishedShard]], replica_offset: int
 ) -> PublishedTensor:
     shards = tuple(same[replica_offset % len(same)] for same in replicas.values())
     return tensor if shards == tensor.shards else replace(tensor, shards=shards)
