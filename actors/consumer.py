@@ -29,6 +29,7 @@ import ray
 
 from weightsync.actors.destinations import Destinations, distinct_copies
 from weightsync.actors.interfaces import WeightTarget
+from weightsync.actors.lifelines import Lifeline
 from weightsync.actors.live_pull import LivePull
 from weightsync.actors.registry import RegistryOptions
 from weightsync.actors.spawn import call, this_node
@@ -37,6 +38,7 @@ from weightsync.actors.transport import Peer, ReadContext, Transport, create_tra
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import (
     InvalidLayoutError,
+    MembershipLostError,
     RegistrationError,
     StallError,
     SyncAborted,
@@ -66,8 +68,7 @@ class ConsumerAgent:
         self._target = target
         self._install = install
         self._options: RegistryOptions = call(registry.options.remote())
-        grant = call(registry.register_consumer.remote(worker, install.value, this_node(), os.getpid()))
-        self.consumer_id, self._token = grant.consumer_id, grant.token
+        self._join()
         self._transport: Transport | None = None
         self._recorded: tuple[object, list[RecordedCopy]] | None = None
         self._destinations: Destinations | None = None
@@ -112,7 +113,7 @@ class ConsumerAgent:
             SyncAborted, SyncError, PlanError: the attempt, or planning, failed; the worker keeps what it had.
         """
         deadline = time.monotonic() + timeout_s
-        wanted = version if version is not None else call(self._registry.open_version.remote(*self._me))
+        wanted = version if version is not None else self._open_version()
         with self._cond:
             self._callers += 1
             self._error = None if self._pull is not None else self._error
@@ -139,6 +140,7 @@ class ConsumerAgent:
             self._cond.notify_all()
         with contextlib.suppress(Exception):
             call(self._registry.unregister_consumer.remote(*self._me), timeout_s=5)
+        self._lifeline.close()
         follower = getattr(self, "_follower", None)
         if follower is not None and follower is not threading.current_thread():
             follower.join(self._options.long_poll_s + 5)
@@ -160,6 +162,13 @@ class ConsumerAgent:
             return False
         return wanted is None or self._version >= wanted
 
+    def _open_version(self) -> int | None:
+        """The version being synced now, if this worker is a member."""
+        try:
+            return call(self._registry.open_version.remote(*self._me))
+        except MembershipLostError:  # the follower is about to join again
+            return None
+
     def _why_waiting(self, wanted: int | None, timeout_s: float) -> str:
         what = "a first version" if wanted is None else f"version {wanted}"
         try:
@@ -174,6 +183,14 @@ class ConsumerAgent:
     def _me(self) -> tuple[int, str]:
         return self.consumer_id, self._token
 
+    def _join(self) -> None:
+        grant = call(
+            self._registry.register_consumer.remote(self._worker, self._install.value, this_node(), os.getpid())
+        )
+        self.consumer_id, self._token = grant.consumer_id, grant.token
+        self._lifeline = Lifeline(grant.lifeline, grant.consumer_id, grant.token, self._options.lease_s)
+        self._generation = 0
+
     def _follow(self) -> None:
         """Do what the registry says next, until closed or replaced."""
         last_epoch = 0
@@ -185,9 +202,27 @@ class ConsumerAgent:
                 elif isinstance(work, EpochBegin):
                     last_epoch = work.epoch
                     self._attend(work)
+            except MembershipLostError as error:
+                if not self._rejoin(error):
+                    return
             except Exception as error:
                 self._stop(error)
                 return
+
+    def _rejoin(self, error: MembershipLostError) -> bool:
+        """This process was taken for dead (stopped, or cut off) and is not: be a member again."""
+        log.warning("worker %s joins again: %s", self._worker, error)
+        self._lifeline.close()
+        with self._cond:
+            self._writing = False
+            if self._closed:
+                return False
+        try:
+            self._join()
+        except Exception as refused:
+            self._stop(refused)
+            return False
+        return True
 
     def _stop(self, error: Exception) -> None:
         """The registry is gone, closing, or has replaced us: every `sync` from now on says so."""

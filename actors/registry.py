@@ -22,9 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ray
+
 from weightsync.actors.epochs import ConsumerMember, Epoch
+from weightsync.actors.lifelines import LifelineServer
 from weightsync.actors.membership import ProducerMember, ProducerTable
 from weightsync.protocol.errors import (
+    MembershipLostError,
     RegistrationError,
     StaleEpochError,
     StallError,
@@ -63,6 +67,7 @@ class RegistryOptions:
     stall_timeout_s: float = 300.0
     join_grace_s: float = 30.0
     long_poll_s: float = 5.0
+    lease_s: float = 10.0
 
 
 @dataclass
@@ -83,7 +88,10 @@ class Registry:
         self._options = options
         self._producers = ProducerTable()
         self._consumers: dict[int, ConsumerMember] = {}
-        self._next_consumer_id = 0
+        self._ids: dict[str, int] = {}
+        self._lifelines = LifelineServer(
+            ray.util.get_node_ip_address(), options.lease_s, self._is_member, self._consumer_lost
+        )
         self._epoch: Epoch | None = None
         self._epoch_number = 0
         self._newest_version: int | None = None
@@ -116,7 +124,7 @@ class Registry:
         self._refuse_when_closing()
         member = ProducerMember(registration, secrets.token_hex(16), actor)
         try:
-            self._producers.add(member, self._next_consumer_id)
+            self._producers.add(member, len(self._ids))
         except WeightsyncError as error:
             self._last_error = str(error)
             self._refusals += 1
@@ -222,21 +230,28 @@ class Registry:
             )
         if known is not None:
             await self._evict(known.consumer_id, f"replaced by process {pid}")
-        consumer_id = known.consumer_id if known else self._next_consumer_id
-        self._next_consumer_id = max(self._next_consumer_id, consumer_id + 1)
+        consumer_id = self._ids.setdefault(worker, len(self._ids))
         member = ConsumerMember(worker, consumer_id, secrets.token_hex(16), install, node_id, pid)
         self._consumers[consumer_id] = member
+        address = await self._lifelines.address()
+        self._lifelines.expect(consumer_id, member.token)
         await self._notify()
-        return ConsumerGrant(consumer_id, member.token)
+        return ConsumerGrant(consumer_id, member.token, address)
 
     async def unregister_consumer(self, consumer_id: int, token: str) -> None:
         """A worker leaves; a running epoch goes on without it."""
+        await self._consumer_lost(consumer_id, token, "it left")
+
+    def _is_member(self, consumer_id: int, token: str) -> bool:
         member = self._consumers.get(consumer_id)
-        if member is None or not secrets.compare_digest(member.token, token):
-            return
-        await self._evict(consumer_id, "it left")
-        self._consumers.pop(consumer_id, None)
-        await self._notify()
+        return member is not None and secrets.compare_digest(member.token, token)
+
+    async def _consumer_lost(self, consumer_id: int, token: str, why: str) -> None:
+        """A worker left or died: forget it, and take it out of a running epoch."""
+        if self._is_member(consumer_id, token) and not self._closing:
+            await self._evict(consumer_id, why)
+            del self._consumers[consumer_id]
+            await self._notify()
 
     async def layout(self) -> LayoutSnapshot | None:
         """The complete model if every rank is registered, else None. Does not wait."""
@@ -386,6 +401,7 @@ class Registry:
             await self._abort("the service is shutting down")
         for task in list(self._watches):
             task.cancel()
+        self._lifelines.close()
         closing = [member.actor.close.remote() for member in self._producers.members.values()]
         if closing:
             await asyncio.wait([asyncio.ensure_future(_quietly(ref)) for ref in closing], timeout=5)
@@ -558,10 +574,12 @@ class Registry:
     def _check_consumer(self, consumer_id: int, token: str) -> ConsumerMember:
         self._refuse_when_closing()
         member = self._consumers.get(consumer_id)
-        if member is None or not secrets.compare_digest(member.token, token):
+        if member is None:
+            raise MembershipLostError(f"consumer {consumer_id} is no member: its lease expired, or it left")
+        if not secrets.compare_digest(member.token, token):
             raise RegistrationError(
-                f"consumer {consumer_id} is not registered with this token (left, or replaced by a process that "
-                "registered the same worker name)"
+                f"consumer {consumer_id} was replaced by process {member.pid}, which registered the same worker name "
+                f"{member.worker!r}"
             )
         return member
 

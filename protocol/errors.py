@@ -48,6 +48,10 @@ class RegistrationError(WeightsyncError, ValueError):
     """A member's description of itself is refused: wrong rank, shape, dtype, name or token."""
 
 
+class MembershipLostError(RegistrationError):
+    """The registry does not know this member (any more): its lease expired, or the registry restarted. Join again."""
+
+
 class VersionError(WeightsyncError, ValueError):
     """A version does not increase, or ranks disagree about it."""
 

@@ -129,10 +129,11 @@ class EpochBegin:
 
 @dataclass(frozen=True)
 class ConsumerGrant:
-    """The registry's answer to a consumer: its fleet-wide id and its token."""
+    """The registry's answer to a consumer: its fleet-wide id, its token, and where its lifeline goes."""
 
     consumer_id: int
     token: str
+    lifeline: tuple[str, int]
 
 
 @dataclass(frozen=True)

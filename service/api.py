@@ -155,6 +155,7 @@ def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray
         stall_timeout_s=settings.stall_timeout_s,
         join_grace_s=settings.join_grace_s,
         long_poll_s=settings.long_poll_s,
+        lease_s=settings.lease_s,
     )
     registry = spawn_registry(options)
     handle = ServiceHandle(name, registry, owns_ray)

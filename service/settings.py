@@ -49,6 +49,9 @@ class Settings(BaseSettings):
         gt=0,
         description="a sync in which nothing moves for this long is given up, naming who waits for whom",
     )
+    lease_s: float = Field(
+        10.0, gt=0, description="silence of a worker that counts as its death; a killed process is noticed at once"
+    )
     join_grace_s: float = Field(
         30.0, ge=0, description="how long a publish waits for workers that have joined but are still planning"
     )

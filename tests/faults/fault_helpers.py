@@ -1,0 +1,168 @@
+"""Trainers and workers as processes that can be killed, stopped and held at a chosen point of a sync."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import torch
+from helpers import RowSource, equal, model
+
+from weightsync.protocol.errors import SyncError
+from weightsync.protocol.status import SyncReport
+from weightsync.service import Publisher, ServiceHandle, StateDictTarget, Subscriber
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class FaultyTrainer:
+    """A trainer rank that says where its processes are, and may raise while it gathers."""
+
+    def __init__(self, service: str, rank: int, world: int, mode: str = "live") -> None:
+        self._source = RowSource(model(0), rank, world)
+        self._publisher = Publisher(service, rank, world, self._source, mode=mode)
+
+    def publish(self, version: int, timeout: float = 30.0) -> tuple[SyncReport, float]:
+        """(report, seconds `publish` took)."""
+        self._source.load(model(version))
+        started = time.monotonic()
+        return self._publisher.publish(version, timeout), time.monotonic() - started
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def producer_pid(self) -> int:
+        return int(ray.get(self._publisher._actor.__ray_call__.remote(lambda self: os.getpid())))
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class FaultyWorker:
+    """A worker whose follower can be held at a point of the next pull: "pulling", "freeing" or "starting"."""
+
+    def __init__(self, service: str, name: str, install: str = "shadow") -> None:
+        self._tensors = {n: torch.zeros_like(t) for n, t in model(0).items()}
+        self._subscriber = Subscriber(service, name, StateDictTarget(self._tensors), install=install)
+        self._reached = threading.Event()
+        self._go_on = threading.Event()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hold_at(self, point: str) -> None:
+        """From now on the follower stops at this point of a pull."""
+        self._reached.clear()
+        self._go_on.clear()
+        agent = self._subscriber._agent
+        pull = agent._pull
+        assert pull is not None
+        if point == "starting":
+            original = agent._attend
+            agent._attend = self._held(original)  # type: ignore[method-assign]
+        elif point == "pulling":
+            transport = pull._transport
+            transport.read = self._held(transport.read)  # type: ignore[method-assign]
+        elif point == "freeing":
+            pull._free_all = self._held(pull._free_all)  # type: ignore[union-attr,method-assign]
+        else:
+            raise ValueError(point)
+
+    def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._reached.set()
+            self._go_on.wait()
+            return original(*args, **kwargs)
+
+        return held
+
+    def break_next_pull(self) -> None:
+        """The next read fails as if the link had; the ones after it work."""
+        pull = self._subscriber._agent._pull
+        assert pull is not None
+        transport, original = pull._transport, pull._transport.read
+
+        def broken(*args: Any, **kwargs: Any) -> None:
+            transport.read = original  # type: ignore[method-assign]
+            raise SyncError("the link broke (injected)")
+
+        transport.read = broken  # type: ignore[method-assign]
+
+    def reached(self, timeout: float = 20.0) -> bool:
+        return self._reached.wait(timeout)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+    def sync(self, version: int | None = None, timeout: float = 30.0) -> int:
+        return self._subscriber.sync(version, timeout)
+
+    def holds(self, version: int) -> bool:
+        return equal(self._tensors, model(version))
+
+    def state(self) -> tuple[int | None, bool]:
+        return self._subscriber.version, self._subscriber.ready
+
+    def close(self) -> None:
+        self._subscriber.close()
+
+
+class Scene:
+    """A service, its trainers and its workers."""
+
+    def __init__(
+        self,
+        make_service: Callable[..., ServiceHandle],
+        *,
+        trainers: int = 2,
+        workers: int = 2,
+        install: str = "shadow",
+        mode: str = "live",
+        **settings: object,
+    ) -> None:
+        self.service = make_service(**{"lease_s": 20.0, "stall_timeout_s": 60.0, **settings})
+        self.install = install
+        self.version = 0
+        self.trainers = [FaultyTrainer.remote(self.service.name, r, trainers, mode) for r in range(trainers)]
+        ray.get([trainer.pid.remote() for trainer in self.trainers])
+        self.workers = {f"w{i}": self.worker(f"w{i}") for i in range(workers)}
+
+    def worker(self, name: str) -> Any:
+        worker = FaultyWorker.remote(self.service.name, name, self.install)
+        ray.get(worker.pid.remote())
+        return worker
+
+    def publish(self) -> list[Any]:
+        """Start the next version on every rank."""
+        self.version += 1
+        return [trainer.publish.remote(self.version) for trainer in self.trainers]
+
+    def check_sync(self, names: Sequence[str], evicted: Sequence[str] = ()) -> SyncReport:
+        """One whole sync that exactly these workers install, bit for bit."""
+        publishing = self.publish()
+        assert ray.get([self.workers[n].sync.remote(self.version) for n in names]) == [self.version] * len(names)
+        report, _ = ray.get(publishing)[0]
+        assert report.installed == sorted(names)
+        assert report.evicted == sorted(evicted)
+        assert all(ray.get([self.workers[n].holds.remote(self.version) for n in names]))
+        return report
+
+    def pid(self, name: str) -> int:
+        return int(ray.get(self.workers[name].pid.remote()))
+
+    def close(self) -> None:
+        for member in (*self.workers.values(), *self.trainers):
+            with contextlib.suppress(Exception):
+                ray.get(member.close.remote(), timeout=10)
+            with contextlib.suppress(Exception):
+                ray.kill(member)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,146 @@
+"""Inference workers that die, hang, come late or come back: the others finish, and nobody waits for a watchdog."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import ray
+from fault_helpers import Scene, kill
+
+from weightsync.protocol.errors import SyncError
+
+QUICK_S = 5.0
+"""Far above what a survivor waits for on a busy machine, far below the lease (20 s) and the watchdog (60 s)."""
+
+BuildScene = Callable[..., Scene]
+
+
+@pytest.mark.parametrize("point", ["starting", "pulling", "freeing"])
+@pytest.mark.parametrize("install", ["shadow", "in_place"])
+def test_a_worker_killed_in_a_sync_costs_the_survivors_nothing_but_its_absence(
+    scene: BuildScene, point: str, install: str
+) -> None:
+    s = scene(install=install)
+    s.check_sync(["w0", "w1"])
+    victim = s.workers["w1"]
+    ray.get(victim.hold_at.remote(point))
+    syncing = [w.sync.remote(2) for w in s.workers.values()]
+    publishing = s.publish()
+    assert ray.get(victim.reached.remote())
+    died = time.monotonic()
+    kill(s.pid("w1"))
+    report, _ = ray.get(publishing)[0]
+    assert time.monotonic() - died < QUICK_S
+    assert report.installed == ["w0"]
+    assert report.evicted == ["w1"]
+    assert ray.get(syncing[0]) == 2
+    assert ray.get(s.workers["w0"].holds.remote(2))
+    for _ in range(3):
+        s.check_sync(["w0"])
+    assert [c.worker for c in s.service.status().consumers] == ["w0"]
+
+
+def test_two_of_four_killed_at_once(scene: BuildScene) -> None:
+    s = scene(workers=4)
+    s.check_sync(["w0", "w1", "w2", "w3"])
+    for name in ("w1", "w3"):
+        ray.get(s.workers[name].hold_at.remote("pulling"))
+    publishing = s.publish()
+    assert all(ray.get([s.workers[name].reached.remote() for name in ("w1", "w3")]))
+    pids = [s.pid(name) for name in ("w1", "w3")]
+    died = time.monotonic()
+    for pid in pids:
+        kill(pid)
+    report, _ = ray.get(publishing)[0]
+    assert time.monotonic() - died < QUICK_S
+    assert (report.installed, report.evicted) == (["w0", "w2"], ["w1", "w3"])
+    for _ in range(3):
+        s.check_sync(["w0", "w2"])
+
+
+def test_a_killed_worker_that_restarts_under_its_name_gets_the_newest_version(scene: BuildScene) -> None:
+    s = scene()
+    s.check_sync(["w0", "w1"])
+    kill(s.pid("w1"))
+    s.workers["w1"] = s.worker("w1")
+    assert ray.get(s.workers["w1"].state.remote()) == (None, False), "not ready before a version is installed"
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+def test_the_only_worker_killed_aborts_and_the_next_version_reaches_its_successor(scene: BuildScene) -> None:
+    s = scene(workers=1)
+    s.check_sync(["w0"])
+    ray.get(s.workers["w0"].hold_at.remote("pulling"))
+    publishing = s.publish()
+    assert ray.get(s.workers["w0"].reached.remote())
+    kill(s.pid("w0"))
+    for publish in publishing:
+        with pytest.raises(
+            ray.exceptions.RayTaskError, match=r"version 2 .* was aborted: worker w0: its process ended"
+        ):
+            ray.get(publish, timeout=QUICK_S)
+    s.workers["w0"] = s.worker("w0")
+    for _ in range(3):
+        s.check_sync(["w0"])
+
+
+def test_a_stopped_worker_is_evicted_by_its_lease_and_fenced_when_it_goes_on(scene: BuildScene) -> None:
+    s = scene(lease_s=2.0)
+    s.check_sync(["w0", "w1"])
+    ray.get(s.workers["w1"].hold_at.remote("freeing"))
+    publishing = s.publish()
+    assert ray.get(s.workers["w1"].reached.remote())
+    pid = s.pid("w1")
+    ray.get(s.workers["w1"].go_on.remote())  # it stands right before its free signals now or has just sent them
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        report, seconds = ray.get(publishing)[0]
+        assert seconds < 2.0 + QUICK_S
+        for _ in range(2):
+            s.check_sync(["w0"])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert report.installed in (["w0"], ["w0", "w1"])
+    newest = s.version
+    deadline = time.monotonic() + 20
+    while len(s.service.status().consumers) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    version, _ = ray.get(s.workers["w1"].state.remote())
+    assert version is None or version <= newest - 2, "nothing of an epoch it was evicted from was installed"
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(scene: BuildScene) -> None:
+    s = scene()
+    s.check_sync(["w0", "w1"])
+    ray.get(s.workers["w1"].hold_at.remote("pulling"))
+    publishing = s.publish()
+    assert ray.get(s.workers["w1"].reached.remote())
+    s.workers["w2"] = s.worker("w2")
+    ray.get(s.workers["w1"].go_on.remote())
+    report, _ = ray.get(publishing)[0]
+    assert report.installed == ["w0", "w1"]
+    assert report.evicted == []
+    for _ in range(3):
+        s.check_sync(["w0", "w1", "w2"])
+
+
+def test_a_worker_whose_own_pull_fails_is_evicted_and_takes_part_again(scene: BuildScene) -> None:
+    s = scene()
+    s.check_sync(["w0", "w1"])
+    ray.get(s.workers["w1"].break_next_pull.remote())
+    publishing = s.publish()
+    report, seconds = ray.get(publishing)[0]
+    assert seconds < QUICK_S
+    assert (report.installed, report.evicted) == (["w0"], ["w1"])
+    with pytest.raises(ray.exceptions.RayTaskError) as failed:
+        ray.get(s.workers["w1"].sync.remote(2, 1.0))
+    assert isinstance(failed.value.cause, SyncError)
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
