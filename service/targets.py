@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.record import module_prefixes, record_module
 from weightsync.protocol.views import describe_chain
-from weightsync.service.sources import dtensor_offset
+from weightsync.service.sources import dtensor_offset, is_dtensor
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
@@ -102,15 +101,13 @@ class StateDictTarget(WeightTarget):
         return [copy for copy in copies if torch.Size(copy.dest_shape).numel()]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        return {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in self._tensors.items()
-        }
+        return {name: tensor.to_local() if is_dtensor(tensor) else tensor for name, tensor in self._tensors.items()}
 
 
 def _whole_copy(name: str, tensor: torch.Tensor) -> RecordedCopy:
     """All of a tensor, or of a DTensor's local shard, from the same part of the published one."""
     local, chain = tensor, []
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         local = tensor.to_local()
         for dim, start in enumerate(dtensor_offset(name, tensor)):
             if local.shape[dim] != tensor.shape[dim]:

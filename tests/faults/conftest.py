@@ -14,22 +14,28 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 import fault_helpers
 import helpers
 
-from weightsync.service import ServiceHandle
-
 ray.cloudpickle.register_pickle_by_value(helpers)
 ray.cloudpickle.register_pickle_by_value(fault_helpers)
 
 
+@pytest.fixture(scope="module")
+def scenes(cluster: None) -> Iterator[dict[str, fault_helpers.Scene]]:
+    """Scenes of this module by their options: processes take seconds to start, so tests take over what survived."""
+    made: dict[str, fault_helpers.Scene] = {}
+    yield made
+    for scene in made.values():
+        scene.close()
+
+
 @pytest.fixture
-def scene(make_service: Callable[..., ServiceHandle]) -> Iterator[Callable[..., fault_helpers.Scene]]:
-    """Builds trainers and workers around a service of their own; all of them are gone afterwards."""
-    scenes: list[fault_helpers.Scene] = []
+def scene(scenes: dict[str, fault_helpers.Scene]) -> Callable[..., fault_helpers.Scene]:
+    """A scene with these options and exactly `workers` workers, w0 and up, each of them at the newest version."""
 
-    def build(**options: object) -> fault_helpers.Scene:
-        scene = fault_helpers.Scene(make_service, **options)  # type: ignore[arg-type]
-        scenes.append(scene)
-        return scene
+    def build(workers: int = 2, **options: object) -> fault_helpers.Scene:
+        key = repr(sorted(options.items()))
+        if key not in scenes:
+            scenes[key] = fault_helpers.Scene(**options)  # type: ignore[arg-type]
+        scenes[key].set_workers(workers)
+        return scenes[key]
 
-    yield build
-    for made in scenes:
-        made.close()
+    return build

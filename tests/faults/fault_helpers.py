@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from helpers import RowSource, equal, model
 
 from weightsync.protocol.errors import SyncError
 from weightsync.protocol.status import SyncReport
-from weightsync.service import Publisher, ServiceHandle, StateDictTarget, Subscriber
+from weightsync.service import Publisher, Settings, StateDictTarget, Subscriber, start
 
 
 @ray.remote(num_cpus=0, max_concurrency=4)
@@ -116,26 +117,37 @@ class FaultyWorker:
 class Scene:
     """A service, its trainers and its workers."""
 
-    def __init__(
-        self,
-        make_service: Callable[..., ServiceHandle],
-        *,
-        trainers: int = 2,
-        workers: int = 2,
-        install: str = "shadow",
-        mode: str = "live",
-        **settings: object,
-    ) -> None:
-        self.service = make_service(**{"lease_s": 20.0, "stall_timeout_s": 60.0, **settings})
+    def __init__(self, *, trainers: int = 2, install: str = "shadow", mode: str = "live", **settings: object) -> None:
+        defaults = {"http_port": 0, "long_poll_s": 1.0, "lease_s": 20.0, "stall_timeout_s": 60.0}
+        self.service = start(f"f{secrets.token_hex(3)}", settings=Settings(**{**defaults, **settings}))  # type: ignore[arg-type]
         self.install = install
         self.version = 0
         self.trainers = [FaultyTrainer.remote(self.service.name, r, trainers, mode) for r in range(trainers)]
+        self.workers: dict[str, Any] = {}
         ray.get([trainer.pid.remote() for trainer in self.trainers])
-        self.workers = {f"w{i}": self.worker(f"w{i}") for i in range(workers)}
 
-    def worker(self, name: str) -> Any:
+    def set_workers(self, count: int) -> None:
+        """Exactly w0 and up are alive afterwards, and all of them have installed the newest version."""
+        wanted = [f"w{i}" for i in range(count)]
+        for name in set(self.workers) - set(wanted):
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self.workers.pop(name).close.remote(), timeout=10)
+        missing = [name for name in wanted if name not in self.workers or not self._alive(name)]
+        self.workers.update({name: self.worker(name, wait=False) for name in missing})
+        ray.get([self.workers[name].pid.remote() for name in missing])
+        self.check_sync(wanted)
+
+    def _alive(self, name: str) -> bool:
+        try:
+            ray.get(self.workers[name].pid.remote(), timeout=10)
+        except ray.exceptions.RayError:
+            return False
+        return True
+
+    def worker(self, name: str, wait: bool = True) -> Any:
         worker = FaultyWorker.remote(self.service.name, name, self.install)
-        ray.get(worker.pid.remote())
+        if wait:
+            ray.get(worker.pid.remote())
         return worker
 
     def publish(self) -> list[Any]:
@@ -159,9 +171,8 @@ class Scene:
     def close(self) -> None:
         for member in (*self.workers.values(), *self.trainers):
             with contextlib.suppress(Exception):
-                ray.get(member.close.remote(), timeout=10)
-            with contextlib.suppress(Exception):
                 ray.kill(member)
+        self.service.shutdown()
 
 
 def kill(pid: int) -> None:

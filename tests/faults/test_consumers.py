@@ -25,11 +25,10 @@ def test_a_worker_killed_in_a_sync_costs_the_survivors_nothing_but_its_absence(
     scene: BuildScene, point: str, install: str
 ) -> None:
     s = scene(install=install)
-    s.check_sync(["w0", "w1"])
     victim = s.workers["w1"]
     ray.get(victim.hold_at.remote(point))
-    syncing = [w.sync.remote(2) for w in s.workers.values()]
     publishing = s.publish()
+    syncing = [w.sync.remote(s.version) for w in s.workers.values()]
     assert ray.get(victim.reached.remote())
     died = time.monotonic()
     kill(s.pid("w1"))
@@ -37,8 +36,8 @@ def test_a_worker_killed_in_a_sync_costs_the_survivors_nothing_but_its_absence(
     assert time.monotonic() - died < QUICK_S
     assert report.installed == ["w0"]
     assert report.evicted == ["w1"]
-    assert ray.get(syncing[0]) == 2
-    assert ray.get(s.workers["w0"].holds.remote(2))
+    assert ray.get(syncing[0]) == s.version
+    assert ray.get(s.workers["w0"].holds.remote(s.version))
     for _ in range(3):
         s.check_sync(["w0"])
     assert [c.worker for c in s.service.status().consumers] == ["w0"]
@@ -46,7 +45,6 @@ def test_a_worker_killed_in_a_sync_costs_the_survivors_nothing_but_its_absence(
 
 def test_two_of_four_killed_at_once(scene: BuildScene) -> None:
     s = scene(workers=4)
-    s.check_sync(["w0", "w1", "w2", "w3"])
     for name in ("w1", "w3"):
         ray.get(s.workers[name].hold_at.remote("pulling"))
     publishing = s.publish()
@@ -64,7 +62,6 @@ def test_two_of_four_killed_at_once(scene: BuildScene) -> None:
 
 def test_a_killed_worker_that_restarts_under_its_name_gets_the_newest_version(scene: BuildScene) -> None:
     s = scene()
-    s.check_sync(["w0", "w1"])
     kill(s.pid("w1"))
     s.workers["w1"] = s.worker("w1")
     assert ray.get(s.workers["w1"].state.remote()) == (None, False), "not ready before a version is installed"
@@ -74,14 +71,13 @@ def test_a_killed_worker_that_restarts_under_its_name_gets_the_newest_version(sc
 
 def test_the_only_worker_killed_aborts_and_the_next_version_reaches_its_successor(scene: BuildScene) -> None:
     s = scene(workers=1)
-    s.check_sync(["w0"])
     ray.get(s.workers["w0"].hold_at.remote("pulling"))
     publishing = s.publish()
     assert ray.get(s.workers["w0"].reached.remote())
     kill(s.pid("w0"))
     for publish in publishing:
         with pytest.raises(
-            ray.exceptions.RayTaskError, match=r"version 2 .* was aborted: worker w0: its process ended"
+            ray.exceptions.RayTaskError, match=rf"version {s.version} .* was aborted: worker w0: its process ended"
         ):
             ray.get(publish, timeout=QUICK_S)
     s.workers["w0"] = s.worker("w0")
@@ -91,7 +87,6 @@ def test_the_only_worker_killed_aborts_and_the_next_version_reaches_its_successo
 
 def test_a_stopped_worker_is_evicted_by_its_lease_and_fenced_when_it_goes_on(scene: BuildScene) -> None:
     s = scene(lease_s=2.0)
-    s.check_sync(["w0", "w1"])
     ray.get(s.workers["w1"].hold_at.remote("freeing"))
     publishing = s.publish()
     assert ray.get(s.workers["w1"].reached.remote())
@@ -118,7 +113,6 @@ def test_a_stopped_worker_is_evicted_by_its_lease_and_fenced_when_it_goes_on(sce
 
 def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(scene: BuildScene) -> None:
     s = scene()
-    s.check_sync(["w0", "w1"])
     ray.get(s.workers["w1"].hold_at.remote("pulling"))
     publishing = s.publish()
     assert ray.get(s.workers["w1"].reached.remote())
@@ -133,14 +127,13 @@ def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(scene:
 
 def test_a_worker_whose_own_pull_fails_is_evicted_and_takes_part_again(scene: BuildScene) -> None:
     s = scene()
-    s.check_sync(["w0", "w1"])
     ray.get(s.workers["w1"].break_next_pull.remote())
     publishing = s.publish()
     report, seconds = ray.get(publishing)[0]
     assert seconds < QUICK_S
     assert (report.installed, report.evicted) == (["w0"], ["w1"])
     with pytest.raises(ray.exceptions.RayTaskError) as failed:
-        ray.get(s.workers["w1"].sync.remote(2, 1.0))
+        ray.get(s.workers["w1"].sync.remote(s.version, 1.0))
     assert isinstance(failed.value.cause, SyncError)
     for _ in range(3):
         s.check_sync(["w0", "w1"])
