@@ -81,6 +81,7 @@ class ConsumerAgent:
         self._callers = 0
         self._writing = False
         self._error: WeightsyncError | None = None
+        self._failed_version: int | None = None
         self._fatal: WeightsyncError | None = None
         self._closed = False
         self.last_pull: PullStats | None = None
@@ -120,8 +121,9 @@ class ConsumerAgent:
             self._cond.notify_all()
             try:
                 while not self._apply(wanted):
-                    if self._fatal is not None or self._error is not None:
-                        raise self._fatal or self._error  # type: ignore[misc]
+                    error = self._fatal or self._error_for(wanted)
+                    if error is not None:
+                        raise error
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         raise StallError(self._why_waiting(wanted, timeout_s))
@@ -161,6 +163,12 @@ class ConsumerAgent:
         if self._version is None or self._torn:
             return False
         return wanted is None or self._version >= wanted
+
+    def _error_for(self, wanted: int | None) -> WeightsyncError | None:
+        """The error that ends a wait for `wanted`: a failed plan, or a failed attempt at it or a newer one."""
+        if self._failed_version is None or wanted is None or self._failed_version >= wanted:
+            return self._error
+        return None
 
     def _open_version(self) -> int | None:
         """The version being synced now, if this worker is a member."""
@@ -244,7 +252,7 @@ class ConsumerAgent:
         except Exception as error:
             failure = error if isinstance(error, WeightsyncError) else _loader_error(self._worker, error)
             with self._cond:
-                self._error, self._pull = failure, None
+                self._error, self._failed_version, self._pull = failure, None, None
                 self._cond.notify_all()
             call(self._registry.plan_failed.remote(*self._me, layout.generation, str(failure)))
             return
@@ -310,6 +318,7 @@ class ConsumerAgent:
                 self._staged, self.last_pull, self._error = begin.version, stats, None
             else:
                 self._torn = self._torn or self._install is InstallMode.IN_PLACE
+                self._failed_version = begin.version
                 self._error = SyncAborted(
                     f"version {begin.version} (epoch {begin.epoch}) was aborted; worker {self._worker!r} keeps "
                     f"version {self._version}" + (" but is torn until the next sync" if self._torn else "")
@@ -340,7 +349,7 @@ class ConsumerAgent:
     def _attempt_failed(self, begin: EpochBegin, error: Exception) -> None:
         failure = error if isinstance(error, WeightsyncError) else SyncError(str(error))
         with self._cond:
-            self._writing, self._error = False, failure
+            self._writing, self._error, self._failed_version = False, failure, begin.version
             self._cond.notify_all()
         call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure)))
 

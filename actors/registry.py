@@ -525,9 +525,10 @@ class Registry:
         await self._notify()
 
     async def _drop_producer(self, rank: int, why: str) -> None:
+        lost = self._producers.members[rank].registration.describe_held()
         self._producers.remove(rank)
         if self._epoch is not None and self._epoch.open:
-            await self._abort(f"trainer rank {rank}: {why}")
+            await self._abort(f"trainer rank {rank}: {why}, and with it {lost}")
         if self._gathering is not None and not self._gathering.opening:
             self._gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
             self._gathering = None

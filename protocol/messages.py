@@ -76,6 +76,15 @@ class ProducerRegistration:
     node_id: str
     pid: int
 
+    def describe_held(self) -> str:
+        """What is lost with this rank, for messages: the first region it holds, and how many more."""
+        held = [(tensor.name, shard) for tensor in self.table for shard in tensor.shards if shard.numel]
+        if not held:
+            return f"what it was to gather ({len(self.held_names)} tensors)"
+        name, first = held[0]
+        end = tuple(o + n for o, n in zip(first.shard_offset, first.shape, strict=True))
+        return f"{name!r} {first.shard_offset}..{end}" + (f" and {len(held) - 1} more regions" if held[1:] else "")
+
 
 @dataclass(frozen=True)
 class ProducerGrant:

@@ -20,12 +20,32 @@ from weightsync.protocol.status import SyncReport
 from weightsync.service import Publisher, Settings, StateDictTarget, Subscriber, start
 
 
+class _GatheringRows(RowSource):
+    """Gathers whole tensors, as every rank of an FSDP trainer does in staged mode; fails where it is told to."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(model(0), rank, world)
+        self.full = model(0)
+        self.fail_at: str | None = None
+
+    def load(self, full: dict[str, torch.Tensor]) -> None:
+        self.full = full
+
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        if self.fail_at in names:
+            raise FloatingPointError(f"no memory left to gather {self.fail_at} (injected)")
+        return {name: self.full[name] for name in names}
+
+    def held_names(self) -> tuple[str, ...]:
+        return tuple(self.full)
+
+
 @ray.remote(num_cpus=0, max_concurrency=4)
 class FaultyTrainer:
     """A trainer rank that says where its processes are, and may raise while it gathers."""
 
     def __init__(self, service: str, rank: int, world: int, mode: str = "live") -> None:
-        self._source = RowSource(model(0), rank, world)
+        self._source = _GatheringRows(rank, world) if mode == "staged" else RowSource(model(0), rank, world)
         self._publisher = Publisher(service, rank, world, self._source, mode=mode)
 
     def publish(self, version: int, timeout: float = 30.0) -> tuple[SyncReport, float]:
@@ -37,8 +57,9 @@ class FaultyTrainer:
     def pid(self) -> int:
         return os.getpid()
 
-    def producer_pid(self) -> int:
-        return int(ray.get(self._publisher._actor.__ray_call__.remote(lambda self: os.getpid())))
+    def fail_at(self, name: str | None) -> None:
+        """Gathering this name raises from now on."""
+        self._source.fail_at = name  # type: ignore[union-attr]
 
     def close(self) -> None:
         self._publisher.close()
@@ -121,10 +142,16 @@ class Scene:
         defaults = {"http_port": 0, "long_poll_s": 1.0, "lease_s": 20.0, "stall_timeout_s": 60.0}
         self.service = start(f"f{secrets.token_hex(3)}", settings=Settings(**{**defaults, **settings}))  # type: ignore[arg-type]
         self.install = install
+        self.mode = mode
         self.version = 0
         self.trainers = [FaultyTrainer.remote(self.service.name, r, trainers, mode) for r in range(trainers)]
         self.workers: dict[str, Any] = {}
         ray.get([trainer.pid.remote() for trainer in self.trainers])
+
+    def replace_trainer(self, rank: int) -> None:
+        """A new process takes the place of a dead rank."""
+        self.trainers[rank] = FaultyTrainer.remote(self.service.name, rank, len(self.trainers), self.mode)
+        ray.get(self.trainers[rank].pid.remote())
 
     def set_workers(self, count: int) -> None:
         """Exactly w0 and up are alive afterwards, and all of them have installed the newest version."""

@@ -19,10 +19,19 @@ QUICK_S = 5.0
 BuildScene = Callable[..., Scene]
 
 
-@pytest.mark.parametrize("point", ["starting", "pulling", "freeing"])
-@pytest.mark.parametrize("install", ["shadow", "in_place"])
+@pytest.mark.parametrize(
+    ("install", "point"),
+    [
+        ("shadow", "starting"),
+        ("shadow", "pulling"),
+        ("shadow", "freeing"),
+        ("in_place", "pulling"),
+        pytest.param("in_place", "starting", marks=pytest.mark.slow),
+        pytest.param("in_place", "freeing", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_killed_in_a_sync_costs_the_survivors_nothing_but_its_absence(
-    scene: BuildScene, point: str, install: str
+    scene: BuildScene, install: str, point: str
 ) -> None:
     s = scene(install=install)
     victim = s.workers["w1"]

@@ -27,8 +27,15 @@ from weightsync.service import (
 )
 
 
-@pytest.mark.parametrize("transport", ["nixl", "object_store"])
-@pytest.mark.parametrize("install", ["shadow", "in_place"])
+@pytest.mark.parametrize(
+    ("install", "transport"),
+    [
+        ("shadow", "nixl"),
+        ("in_place", "object_store"),
+        pytest.param("in_place", "nixl", marks=pytest.mark.slow),
+        pytest.param("shadow", "object_store", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_reach_two_workers_bit_for_bit_version_after_version(
     make_service: Callable[..., ServiceHandle], transport: str, install: str
 ) -> None:

@@ -1,0 +1,105 @@
+"""Trainer ranks, gathers, drivers and registries that fail: every waiter is told, and the next version works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import ray
+import torch
+from fault_helpers import Scene, kill
+
+from weightsync.protocol.errors import SyncAborted
+from weightsync.service import Publisher, StateDictSource, StateDictTarget, Subscriber, connect
+
+QUICK_S = 10.0
+
+BuildScene = Callable[..., Scene]
+
+
+def _raised(ref: object) -> BaseException:
+    with pytest.raises(ray.exceptions.RayTaskError) as failed:
+        ray.get(ref, timeout=QUICK_S)  # type: ignore[call-overload]
+    return failed.value.cause
+
+
+@pytest.mark.parametrize("moment", ["pulling", "starting"])
+def test_a_trainer_killed_in_a_sync_aborts_it_naming_what_is_lost(scene: BuildScene, moment: str) -> None:
+    s = scene()
+    before = s.version
+    for worker in s.workers.values():
+        ray.get(worker.hold_at.remote(moment))
+    pid = ray.get(s.trainers[1].pid.remote())
+    publishing = s.publish()
+    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+    died = time.monotonic()
+    kill(pid)
+    error = _raised(publishing[0])
+    assert time.monotonic() - died < QUICK_S
+    assert isinstance(error, SyncAborted)
+    assert f"version {s.version} " in str(error)
+    assert "trainer rank 1: its producer died" in str(error)
+    assert "'embed.weight' (18, 0)..(37, 16) and " in str(error)
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    for worker in s.workers.values():
+        assert ray.get(worker.state.remote()) == (before, True)
+        assert ray.get(worker.holds.remote(before)), "nobody flipped"
+    s.replace_trainer(1)
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+def test_a_trainer_that_raises_while_gathering_releases_every_rank_with_that_error(scene: BuildScene) -> None:
+    s = scene(mode="staged")
+    ray.get(s.trainers[1].fail_at.remote("layers.1.attn.weight"))
+    publishing = s.publish()
+    first, second = _raised(publishing[0]), _raised(publishing[1])
+    assert "no memory left to gather layers.1.attn.weight (injected)" in str(first)
+    assert isinstance(first, SyncAborted)
+    assert isinstance(second, FloatingPointError)
+    ray.get(s.trainers[1].fail_at.remote(None))
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+DRIVER = """
+import sys, time, torch
+import weightsync.service as ws
+publisher = ws.Publisher(sys.argv[1], 0, 1, ws.StateDictSource({"w": torch.ones(4)}))
+print(publisher.publish(1, timeout=30).version, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_driver_takes_its_rank_along_and_nothing_else(make_service: Callable[..., object]) -> None:
+    service = make_service()
+    target = {"w": torch.zeros(4)}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, service.name],  # type: ignore[attr-defined]
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"},
+    ) as driver:
+        deadline = time.monotonic() + 60
+        while not service.status().producers and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(0.1)
+        with Subscriber(service, "w0", StateDictTarget(target)) as subscriber:  # type: ignore[arg-type]
+            assert subscriber.sync(1, timeout=30) == 1
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "1\n"
+            os.kill(driver.pid, signal.SIGKILL)
+            died = time.monotonic()
+            while service.status().producers and time.monotonic() - died < 30:  # type: ignore[attr-defined]
+                time.sleep(0.05)
+            assert time.monotonic() - died < 30, "its rank is vacant"
+            again = connect(service.name)  # type: ignore[attr-defined]
+            with Publisher(again, 0, 1, StateDictSource({"w": torch.full((4,), 2.0)})) as publisher:
+                for version in (2, 3, 4):
+                    publisher.publish(version, timeout=30)
+                    assert subscriber.sync(version, timeout=30) == version
+                    assert torch.equal(target["w"], torch.full((4,), 2.0))
