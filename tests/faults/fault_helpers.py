@@ -8,9 +8,11 @@ import secrets
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import ray
 import torch
 from helpers import RowSource, equal, model
@@ -57,6 +59,9 @@ class FaultyTrainer:
     def pid(self) -> int:
         return os.getpid()
 
+    def usage(self) -> dict[str, int]:
+        return usage()
+
     def fail_at(self, name: str | None) -> None:
         """Gathering this name raises from now on."""
         self._source.fail_at = name  # type: ignore[union-attr]
@@ -77,6 +82,38 @@ class FaultyWorker:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def start_reader(self) -> None:
+        """A request thread: again and again, between engine steps, it hashes all weights and their version."""
+        self._engine_step = threading.Lock()
+        self._seen: list[tuple[int, int]] = []
+        self._reading = True
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while self._reading:
+            with self._engine_step:
+                version = self._subscriber.version
+                if version is not None:
+                    self._seen.append((version, digest(self._tensors)))
+            time.sleep(0.001)
+
+    def step_to(self, version: int, timeout: float = 20.0) -> int:
+        """Engine steps until a version is installed; what is staged is applied between requests."""
+        deadline = time.monotonic() + timeout
+        while (self._subscriber.version or 0) < version and time.monotonic() < deadline:
+            with self._engine_step:
+                self._subscriber.sync(timeout=timeout)
+            time.sleep(0.001)
+        return self._subscriber.version or 0
+
+    def stop_reader(self) -> list[tuple[int, int]]:
+        """(version, digest) as requests saw them, repeats dropped."""
+        self._reading = False
+        return list(dict.fromkeys(self._seen))
+
+    def usage(self) -> dict[str, int]:
+        return usage() | {"registered_bytes": self._subscriber._agent._transport.registered_bytes}  # type: ignore[union-attr]
 
     def hold_at(self, point: str) -> None:
         """From now on the follower stops at this point of a pull."""
@@ -200,6 +237,20 @@ class Scene:
             with contextlib.suppress(Exception):
                 ray.kill(member)
         self.service.shutdown()
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> int:
+    """Of all bits of all tensors; whoever mixes two versions gets another one."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def usage() -> dict[str, int]:
+    """What this process holds now."""
+    process = psutil.Process()
+    return {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
 
 
 def kill(pid: int) -> None:
