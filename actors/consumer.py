@@ -32,7 +32,7 @@ from weightsync.actors.interfaces import WeightTarget
 from weightsync.actors.lifelines import Lifeline
 from weightsync.actors.live_pull import LivePull
 from weightsync.actors.registry import RegistryOptions
-from weightsync.actors.spawn import call, this_node
+from weightsync.actors.spawn import await_registry, call, this_node
 from weightsync.actors.staged_pull import StagedPull
 from weightsync.actors.transport import Peer, ReadContext, Transport, create_transport
 from weightsync.protocol.copies import RecordedCopy
@@ -45,7 +45,7 @@ from weightsync.protocol.errors import (
     SyncError,
     WeightsyncError,
 )
-from weightsync.protocol.messages import EpochBegin, InstallMode, LayoutSnapshot, PublishMode, PullStats
+from weightsync.protocol.messages import EpochBegin, InstallMode, LayoutSnapshot, MemberHistory, PublishMode, PullStats
 
 log = logging.getLogger("weightsync.consumer")
 
@@ -68,6 +68,8 @@ class ConsumerAgent:
         self._target = target
         self._install = install
         self._options: RegistryOptions = call(registry.options.remote())
+        self._version: int | None = None
+        self._last_epoch = 0
         self._join()
         self._transport: Transport | None = None
         self._recorded: tuple[object, list[RecordedCopy]] | None = None
@@ -75,7 +77,6 @@ class ConsumerAgent:
         self._pull: LivePull | StagedPull | None = None
         self._generation = 0
         self._cond = threading.Condition()
-        self._version: int | None = None
         self._staged: int | None = None
         self._torn = False
         self._callers = 0
@@ -174,7 +175,7 @@ class ConsumerAgent:
         """The version being synced now, if this worker is a member."""
         try:
             return call(self._registry.open_version.remote(*self._me))
-        except MembershipLostError:  # the follower is about to join again
+        except (MembershipLostError, ray.exceptions.RayActorError):  # the follower is about to join again
             return None
 
     def _why_waiting(self, wanted: int | None, timeout_s: float) -> str:
@@ -193,7 +194,13 @@ class ConsumerAgent:
 
     def _join(self) -> None:
         grant = call(
-            self._registry.register_consumer.remote(self._worker, self._install.value, this_node(), os.getpid())
+            self._registry.register_consumer.remote(
+                self._worker,
+                self._install.value,
+                this_node(),
+                os.getpid(),
+                MemberHistory(self._version, self._last_epoch),
+            )
         )
         self.consumer_id, self._token = grant.consumer_id, grant.token
         self._lifeline = Lifeline(grant.lifeline, grant.consumer_id, grant.token, self._options.lease_s)
@@ -201,24 +208,29 @@ class ConsumerAgent:
 
     def _follow(self) -> None:
         """Do what the registry says next, until closed or replaced."""
-        last_epoch = 0
         while not self._closed:
             try:
-                work = call(self._registry.next_work.remote(*self._me, self._generation, last_epoch))
+                work = call(self._registry.next_work.remote(*self._me, self._generation, self._last_epoch))
                 if isinstance(work, LayoutSnapshot):
                     self._plan(work)
                 elif isinstance(work, EpochBegin):
-                    last_epoch = work.epoch
+                    self._last_epoch = work.epoch
                     self._attend(work)
             except MembershipLostError as error:
+                if not self._rejoin(error):
+                    return
+            except ray.exceptions.RayActorError as error:
+                if self._closed or not await_registry(self._options.service, self._registry):
+                    self._stop(error)
+                    return
                 if not self._rejoin(error):
                     return
             except Exception as error:
                 self._stop(error)
                 return
 
-    def _rejoin(self, error: MembershipLostError) -> bool:
-        """This process was taken for dead (stopped, or cut off) and is not: be a member again."""
+    def _rejoin(self, error: Exception) -> bool:
+        """This process was taken for dead and is not, or the registry restarted: be a member again."""
         log.warning("worker %s joins again: %s", self._worker, error)
         self._lifeline.close()
         with self._cond:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from weightsync.protocol.messages import ConsumerState, EpochState, PublishMode, PullStats
+from weightsync.protocol.messages import ConsumerState, EpochState, InstallMode, PublishMode, PullStats
 from weightsync.protocol.status import EpochStatus, SyncReport, WorkerPull
 
 
@@ -31,6 +31,14 @@ class ConsumerMember:
     bytes_total: int = 0
     error: str | None = None
     waits_for: str = ""
+    moved_at: float = field(default_factory=time.monotonic)
+    torn: bool = False
+    """An attempt to pull into the live parameters failed; no whole version has been installed since."""
+
+    @property
+    def writes_live(self) -> bool:
+        """Whether a pull writes what requests see."""
+        return self.install == InstallMode.IN_PLACE
 
     @property
     def planned(self) -> bool:

@@ -16,14 +16,16 @@ call returns only through those, the commit, or its own timeout.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
+from weightsync.actors.attribution import explain_epoch
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.actors.lifelines import LifelineServer
 from weightsync.actors.membership import ProducerMember, ProducerTable
@@ -37,6 +39,7 @@ from weightsync.protocol.errors import (
     VersionError,
     WeightsyncError,
 )
+from weightsync.protocol.ledger import LedgerSnapshot
 from weightsync.protocol.messages import (
     ConsumerGrant,
     ConsumerState,
@@ -44,11 +47,17 @@ from weightsync.protocol.messages import (
     EpochGrant,
     EpochState,
     LayoutSnapshot,
+    MemberHistory,
     ProducerGrant,
     ProducerRegistration,
     PullStats,
 )
 from weightsync.protocol.status import ConsumerStatus, ProducerStatus, ServiceStatus, SyncReport
+
+RECOVERY_S = 1.0
+"""After a restart, workers get this long to be members again before a publish opens without them; they notice at
+once and retry every 0.2 s."""
+_SNAPSHOT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class Registry:
         self._last_error: str | None = None
         self._refusals = 0
         self._closing = False
+        self._recovered_at = 0.0
         self._watches: set[asyncio.Task[None]] = set()
 
     # -- trainer ranks --------------------------------------------------------------------------------
@@ -110,12 +120,18 @@ class Registry:
     async def options(self) -> RegistryOptions:
         return self._options
 
-    async def set_http_url(self, url: str | None) -> None:
-        """Told by `start` once Serve says where it listens."""
-        self._options = replace(self._options, http_url=url)
+    async def watch(self) -> None:
+        """Parked until the service closes; its caller learns of this registry's death at once."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closing)
 
-    async def register_producer(self, registration: ProducerRegistration, actor: Any) -> ProducerGrant:
+    async def register_producer(
+        self, registration: ProducerRegistration, actor: Any, known: MemberHistory
+    ) -> ProducerGrant:
         """Admit a trainer rank.
+
+        Args:
+            known: what it has seen; a registry that restarted learns from its members how far the service was.
 
         Raises:
             RegistrationError, InvalidLayoutError: see `ProducerTable.add`. Ranks that are waiting in
@@ -133,6 +149,7 @@ class Registry:
                 self._gathering = None
             await self._notify()
             raise
+        self._catch_up(known)
         task = asyncio.create_task(self._watch(registration.rank, member))
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
@@ -219,19 +236,24 @@ class Registry:
 
     # -- inference workers ----------------------------------------------------------------------------
 
-    async def register_consumer(self, worker: str, install: str, node_id: str, pid: int) -> ConsumerGrant:
+    async def register_consumer(
+        self, worker: str, install: str, node_id: str, pid: int, known: MemberHistory
+    ) -> ConsumerGrant:
         """Admit a worker. A new registration under a known name replaces the old one (a restart)."""
         self._refuse_when_closing()
-        known = next((c for c in self._consumers.values() if c.worker == worker), None)
-        if known is None and len(self._consumers) >= self._options.max_consumers:
+        namesake = next((c for c in self._consumers.values() if c.worker == worker), None)
+        if namesake is None and len(self._consumers) >= self._options.max_consumers:
             raise RegistrationError(
                 f"worker {worker!r}: the service holds {len(self._consumers)} workers, its limit; start it with "
                 "a larger max_consumers"
             )
-        if known is not None:
-            await self._evict(known.consumer_id, f"replaced by process {pid}")
+        if namesake is not None:
+            await self._evict(namesake.consumer_id, f"replaced by process {pid}")
         consumer_id = self._ids.setdefault(worker, len(self._ids))
-        member = ConsumerMember(worker, consumer_id, secrets.token_hex(16), install, node_id, pid)
+        member = ConsumerMember(
+            worker, consumer_id, secrets.token_hex(16), install, node_id, pid, version=known.version
+        )
+        self._catch_up(known)
         self._consumers[consumer_id] = member
         address = await self._lifelines.address()
         self._lifelines.expect(consumer_id, member.token)
@@ -241,6 +263,14 @@ class Registry:
     async def unregister_consumer(self, consumer_id: int, token: str) -> None:
         """A worker leaves; a running epoch goes on without it."""
         await self._consumer_lost(consumer_id, token, "it left")
+
+    def _catch_up(self, known: MemberHistory) -> None:
+        """Versions and epochs never go back, also when this registry is younger than its members."""
+        if self._epoch_number == 0 < known.epoch:
+            self._recovered_at = time.monotonic() + RECOVERY_S
+        self._epoch_number = max(self._epoch_number, known.epoch)
+        if known.version is not None:
+            self._newest_version = max(self._newest_version or 0, known.version)
 
     def _is_member(self, consumer_id: int, token: str) -> bool:
         member = self._consumers.get(consumer_id)
@@ -314,12 +344,15 @@ class Registry:
         if running is None or running.epoch != epoch or not running.open or consumer_id not in running.live:
             return False
         member.state, member.bytes_done, member.staged_version = ConsumerState.PULLING, 0, None
+        member.waits_for, member.moved_at = "", time.monotonic()
         return True
 
     async def progress(self, consumer_id: int, token: str, epoch: int, bytes_done: int, waits_for: str) -> None:
         """Bytes in place so far, for progress bars; not part of the protocol."""
         member = self._check_consumer(consumer_id, token)
         if self._epoch is not None and self._epoch.epoch == epoch:
+            if (member.bytes_done, member.waits_for) != (bytes_done, waits_for):
+                member.moved_at = time.monotonic()
             member.bytes_done, member.waits_for = bytes_done, waits_for
 
     async def pulled(self, consumer_id: int, token: str, epoch: int, stats: PullStats) -> bool:
@@ -338,21 +371,21 @@ class Registry:
             lambda: ", ".join(running.waiting_for()),
         )
         committed = running.state is EpochState.COMMITTED and consumer_id in running.live
-        member.state = ConsumerState.IDLE
+        member.state, member.torn = ConsumerState.IDLE, not committed and member.writes_live
         member.staged_version = running.version if committed else None
         return committed
 
     async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str) -> None:
         """A worker's own attempt failed; survivors go on without it."""
         member = self._check_consumer(consumer_id, token)
-        member.state, member.error = ConsumerState.IDLE, message
+        member.state, member.error, member.torn = ConsumerState.IDLE, message, member.writes_live
         if self._epoch is not None and self._epoch.epoch == epoch:
             await self._evict(consumer_id, message)
 
     async def installed(self, consumer_id: int, token: str, version: int) -> None:
         """A worker made a version visible."""
         member = self._check_consumer(consumer_id, token)
-        member.version, member.staged_version, member.error = version, None, None
+        member.version, member.staged_version, member.error, member.torn = version, None, None, False
         await self._notify()
 
     async def explain(self, consumer_id: int, token: str) -> str:
@@ -374,6 +407,32 @@ class Registry:
 
     # -- operators ------------------------------------------------------------------------------------
 
+    async def why(self) -> list[str]:
+        """Who waits for whom now, one line for each member that holds a sync up; empty if none runs."""
+        epoch, gathering = self._epoch, self._gathering
+        if epoch is not None and epoch.open:
+            return explain_epoch(epoch, self._consumers, await self._ledgers(), time.monotonic())
+        if gathering is None:
+            return []
+        missing = self._missing(gathering)
+        if missing or self._producers.layout is None:
+            return [
+                f"trainer ranks {sorted(gathering.ranks)} want to publish version {gathering.version} and wait for "
+                f"ranks {missing or self._producers.missing_ranks}"
+            ]
+        return [f"version {gathering.version} waits for {self._consumers_wanted()}"]
+
+    async def _ledgers(self) -> dict[int, LedgerSnapshot | str]:
+        async def ask(member: ProducerMember) -> LedgerSnapshot | str:
+            try:
+                return await asyncio.wait_for(member.actor.snapshot.remote(), _SNAPSHOT_TIMEOUT_S)
+            except Exception as error:
+                return f"its producer does not answer ({type(error).__name__})"
+
+        members = dict(self._producers.members)
+        answers = await asyncio.gather(*(ask(member) for member in members.values()))
+        return dict(zip(members, answers, strict=True))
+
     async def status(self) -> ServiceStatus:
         """Everything worth knowing, at this moment."""
         return ServiceStatus(
@@ -382,6 +441,7 @@ class Registry:
             transport=self._options.transport,
             transport_reason=self._options.transport_reason,
             http_url=self._options.http_url,
+            registry_pid=os.getpid(),
             generation=self._producers.generation,
             world_size=self._producers.world_size,
             newest_version=self._newest_version,
@@ -456,6 +516,8 @@ class Registry:
 
     async def _wait_for_consumers(self, deadline: float) -> None:
         """At least `min_consumers` that can pull; those still planning get `join_grace_s` to finish."""
+        if time.monotonic() < self._recovered_at:
+            await asyncio.sleep(self._recovered_at - time.monotonic())
 
         def planning() -> list[str]:
             generation = self._producers.generation
@@ -569,8 +631,10 @@ class Registry:
     def _check_rank(self, rank: int, token: str) -> None:
         self._refuse_when_closing()
         member = self._producers.members.get(rank)
-        if member is None or not secrets.compare_digest(member.token, token):
-            raise RegistrationError(f"rank {rank} is not registered with this token; make a new Publisher")
+        if member is None:
+            raise MembershipLostError(f"rank {rank} is not registered: its producer died, or the registry restarted")
+        if not secrets.compare_digest(member.token, token):
+            raise RegistrationError(f"rank {rank} is held by process {member.registration.pid}; make a new Publisher")
 
     def _check_consumer(self, consumer_id: int, token: str) -> ConsumerMember:
         self._refuse_when_closing()
@@ -630,7 +694,7 @@ def _consumer_status(c: ConsumerMember) -> ConsumerStatus:
         install=c.install,
         version=c.version,
         staged_version=c.staged_version,
-        ready=c.version is not None,
+        ready=c.version is not None and not c.torn,
         bytes_done=c.bytes_done,
         bytes_total=c.bytes_total,
         node_id=c.node_id,

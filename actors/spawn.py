@@ -7,6 +7,7 @@ process and ends with it, because the memory it speaks for does.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ray
@@ -28,6 +29,11 @@ def producer_name(service: str, rank: int, nonce: str) -> str:
     return f"weightsync:{service}:producer:{rank}:{nonce}"
 
 
+REGISTRY_RESTART_S = 60.0
+"""A registry that does not answer for longer is not waited for; Ray restarts one in a few seconds."""
+_RETRY_S = 0.2
+
+
 def this_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
@@ -44,6 +50,7 @@ def spawn_registry(options: RegistryOptions) -> Any:
             name=registry_name(options.service),
             namespace=NAMESPACE,
             lifetime="detached",
+            max_restarts=-1,  # its members hold its state, and register again
             get_if_exists=True,
             num_cpus=0,
             max_concurrency=registry_concurrency(options.max_consumers),
@@ -58,6 +65,20 @@ def registry_concurrency(max_consumers: int) -> int:
     Trainer ranks are not limited by a setting; 4096 is the largest world we plan for.
     """
     return 2 * (max_consumers + 4096)
+
+
+def await_registry(service: str, registry: Any, timeout_s: float = REGISTRY_RESTART_S) -> bool:
+    """Wait until a registry that does not answer has restarted; False if it is gone for good."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            ray.get(registry.options.remote(), timeout=timeout_s)
+            return True
+        except ray.exceptions.RayError:
+            if find_registry(service) is None:
+                return False
+            time.sleep(_RETRY_S)
+    return False
 
 
 def find_registry(service: str) -> Any | None:

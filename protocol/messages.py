@@ -57,6 +57,14 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
+class MemberHistory:
+    """What a member has seen of the service: its newest version and epoch. A new member has seen nothing."""
+
+    version: int | None = None
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
 class ProducerRegistration:
     """What a trainer rank says about itself when it joins.
 

@@ -87,6 +87,7 @@ class ServiceStatus(_Report):
     transport: str
     transport_reason: str
     http_url: str | None
+    registry_pid: int
     generation: int = Field(description="counts changes of the trainer layout")
     world_size: int | None
     newest_version: int | None

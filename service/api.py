@@ -54,6 +54,10 @@ class ServiceHandle:
         except ray.exceptions.RayActorError as error:
             raise ServiceNotFoundError(f"service {self.name!r} is not running any more") from error
 
+    def why(self, timeout_s: float = 30.0) -> list[str]:
+        """Who waits for whom: a line for each member that holds a running sync up; empty if none runs."""
+        return call(self.registry.why.remote(), timeout_s)
+
     def shutdown(self) -> None:
         """Stop the service: running syncs abort, HTTP, producers and registry end. Idempotent.
 
@@ -147,6 +151,7 @@ def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray
         service=name,
         transport=transport,
         transport_reason=reason,
+        http_url=deploy_ingress(name, settings),
         ray_address=ray.get_runtime_context().gcs_address,
         min_consumers=settings.min_consumers,
         max_consumers=settings.max_consumers,
@@ -157,11 +162,9 @@ def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray
         long_poll_s=settings.long_poll_s,
         lease_s=settings.lease_s,
     )
-    registry = spawn_registry(options)
-    handle = ServiceHandle(name, registry, owns_ray)
+    handle = ServiceHandle(name, spawn_registry(options), owns_ray)
     try:
-        call(registry.status.remote())
-        call(registry.set_http_url.remote(deploy_ingress(name, settings)))
+        call(handle.registry.status.remote())
     except BaseException:
         handle.shutdown()
         raise

@@ -110,12 +110,25 @@ def down(name: Name = "default", address: Address = None, json_output: Json = Fa
 
 
 @app.command()
-def status(name: Name = "default", address: Address = None, json_output: Json = False) -> None:
+def status(
+    name: Name = "default",
+    address: Address = None,
+    why: Annotated[bool, typer.Option("--why", help="say who waits for whom")] = False,
+    json_output: Json = False,
+) -> None:
     """Show a service: versions, members, and a running sync."""
     from weightsync.service.api import connect
     from weightsync.service.status_view import render
 
-    state = connect(name, address).status()
+    handle = connect(name, address)
+    if why:
+        lines = handle.why()
+        if json_output:
+            _print_json({"service": name, "why": lines})
+        else:
+            Console().print("\n".join(lines) or "nobody waits: no sync is running", soft_wrap=True, markup=False)
+        return
+    state = handle.status()
     if json_output:
         _print_json(state.model_dump(mode="json"))
     else:

@@ -26,11 +26,17 @@ from weightsync.actors.export_ring import ExportRing, ShardMirror
 from weightsync.actors.interfaces import LocalShard, WeightSource, iter_groups
 from weightsync.actors.producer_actor import ProducerOptions
 from weightsync.actors.registry import RegistryOptions
-from weightsync.actors.spawn import call, spawn_producer, this_node
+from weightsync.actors.spawn import await_registry, call, spawn_producer, this_node
 from weightsync.actors.transport import Transport, create_transport
 from weightsync.protocol.dtypes import dtype_name
-from weightsync.protocol.errors import InvalidLayoutError, RegistrationError, SyncError
-from weightsync.protocol.messages import EpochGrant, ProducerRegistration, PublishMode, TensorMeta
+from weightsync.protocol.errors import (
+    InvalidLayoutError,
+    MembershipLostError,
+    RegistrationError,
+    SyncAborted,
+    SyncError,
+)
+from weightsync.protocol.messages import EpochGrant, MemberHistory, ProducerRegistration, PublishMode, TensorMeta
 from weightsync.protocol.shards import PublishedShard, PublishedTensor
 from weightsync.protocol.status import SyncReport
 from weightsync.service.api import ServiceHandle, connect
@@ -87,6 +93,7 @@ class Publisher:
         self._ring: ExportRing | None = None
         self._actor: Any = None
         self._token: str | None = None
+        self._version: int | None = None
         self._closed = False
         try:
             self._register()
@@ -113,16 +120,46 @@ class Publisher:
         if self._mirror is not None:  # before the epoch opens: consumers read as soon as it does
             self._mirror.refresh(self._source.shards())
         timeout_s = self._options.stall_timeout_s if timeout is None else timeout
-        grant = call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
+        grant = self._begin(version, timeout_s)
         try:
             if self._mode is PublishMode.LIVE:
                 self._serve_live(grant)
             else:
                 self._serve_staged(grant)
-            return call(self._registry.end_publish.remote(self._rank, self._token, grant.epoch))
+            report: SyncReport = call(self._registry.end_publish.remote(self._rank, self._token, grant.epoch))
+        except ray.exceptions.RayActorError as error:
+            self._abandon(grant, error)
+            raise SyncAborted(
+                f"version {version} (epoch {grant.epoch}) was aborted: the registry or the producer of rank "
+                f"{self._rank} died ({type(error).__name__}); publish a newer version"
+            ) from error
         except BaseException as error:
             self._give_up(grant, error)
             raise
+        self._version = report.version
+        return report
+
+    def _begin(self, version: int, timeout_s: float) -> EpochGrant:
+        """Meet the other ranks; a registry that restarted meanwhile is joined again."""
+        try:
+            return call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
+        except (MembershipLostError, ray.exceptions.RayActorError):
+            if not await_registry(self._options.service, self._registry):
+                raise
+        self._rejoin()
+        return call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
+
+    def _await_actor(self, ref: Any) -> Any:
+        """The result of a call that may park at the producer; ends when the registry dies, which could end it."""
+        ready, _ = ray.wait([ref, self._registry_watch], num_returns=1)
+        if ref not in ready:
+            call(self._registry_watch)  # raises what ended it
+        return call(ref)
+
+    def _abandon(self, grant: EpochGrant, error: BaseException) -> None:
+        """The registry cannot tell our producer that this attempt is over; we do."""
+        with contextlib.suppress(Exception):
+            call(self._actor.fail.remote(f"epoch {grant.epoch}: {type(error).__name__}"), timeout_s=5)
 
     def close(self) -> None:
         """Leave the service, end the producer actor, release registrations and shared memory. Idempotent."""
@@ -184,7 +221,27 @@ class Publisher:
             node_id=this_node(),
             pid=os.getpid(),
         )
-        self._token = call(self._registry.register_producer.remote(registration, self._actor)).token
+        self._registration = registration
+        self._join(MemberHistory())
+
+    def _join(self, known: MemberHistory) -> None:
+        grant = call(self._registry.register_producer.remote(self._registration, self._actor, known))
+        self._token = grant.token
+        self._registry_watch = self._registry.watch.remote()
+
+    def _rejoin(self) -> None:
+        """The registry has restarted and knows nobody: be a member again, with the producer we have.
+
+        Raises:
+            SyncError: the producer is gone; this rank needs a new Publisher.
+        """
+        try:
+            epoch = call(self._actor.snapshot.remote(), timeout_s=30).epoch
+        except ray.exceptions.RayActorError as error:
+            raise SyncError(
+                f"the producer of rank {self._rank} died; close this Publisher and make a new one"
+            ) from error
+        self._join(MemberHistory(self._version, epoch))
 
     def _check_vacancy(self) -> None:
         """Refuse a taken rank before an actor is spawned for it."""
@@ -244,7 +301,7 @@ class Publisher:
                 )
 
     def _serve_live(self, grant: EpochGrant) -> None:
-        call(self._actor.publish_live.remote(grant.groups))
+        self._await_actor(self._actor.publish_live.remote(grant.groups))
 
     def _serve_staged(self, grant: EpochGrant) -> None:
         """The gather loop: credit for a slot first, then gather into it, then publish."""
@@ -252,14 +309,14 @@ class Publisher:
         names, lengths = grant.names, grant.group_lens
         for group, members in iter_groups(names, lengths):
             while not ring.has_free_slot:
-                ring.release(call(self._actor.wait_freed.remote()))
+                ring.release(self._await_actor(self._actor.wait_freed.remote()))
             tensors = self._source.gather(members)
             self._check_gathered(group, members, tensors)
             if not tensors:
                 continue
             segment, packed = ring.fill(group, tensors)
             call(self._actor.publish_packed.remote(group, segment, packed))
-        ring.release(call(self._actor.end_sync.remote()))
+        ring.release(self._await_actor(self._actor.end_sync.remote()))
 
     def _export_ring(self, grant: EpochGrant) -> ExportRing:
         """Made at the first version, when the groups are known: L + 1 slots, each as large as the largest."""

@@ -25,7 +25,7 @@ BuildScene = Callable[..., Scene]
         ("shadow", "starting"),
         ("shadow", "pulling"),
         ("shadow", "freeing"),
-        ("in_place", "pulling"),
+        pytest.param("in_place", "pulling", marks=pytest.mark.slow),
         pytest.param("in_place", "starting", marks=pytest.mark.slow),
         pytest.param("in_place", "freeing", marks=pytest.mark.slow),
     ],
@@ -52,6 +52,7 @@ def test_a_worker_killed_in_a_sync_costs_the_survivors_nothing_but_its_absence(
     assert [c.worker for c in s.service.status().consumers] == ["w0"]
 
 
+@pytest.mark.slow
 def test_two_of_four_killed_at_once(scene: BuildScene) -> None:
     s = scene(workers=4)
     for name in ("w1", "w3"):
@@ -126,10 +127,15 @@ def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(scene:
     publishing = s.publish()
     assert ray.get(s.workers["w1"].reached.remote())
     s.workers["w2"] = s.worker("w2")
+    why = "\n".join(s.service.why())
+    assert "worker w1 is pulling: 0 of 4016 bytes are in place" in why
+    assert "trainer rank 0 waits for free signals: group 0 by worker w1; group 1 by worker w1" in why
+    assert "workers w0 hold version" in why
     ray.get(s.workers["w1"].go_on.remote())
     report, _ = ray.get(publishing)[0]
     assert report.installed == ["w0", "w1"]
     assert report.evicted == []
+    assert s.service.why() == []
     for _ in range(3):
         s.check_sync(["w0", "w1", "w2"])
 

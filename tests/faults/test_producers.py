@@ -54,6 +54,7 @@ def test_a_trainer_killed_in_a_sync_aborts_it_naming_what_is_lost(scene: BuildSc
         s.check_sync(["w0", "w1"])
 
 
+@pytest.mark.slow
 def test_a_trainer_that_raises_while_gathering_releases_every_rank_with_that_error(scene: BuildScene) -> None:
     s = scene(mode="staged")
     ray.get(s.trainers[1].fail_at.remote("layers.1.attn.weight"))
@@ -103,3 +104,47 @@ def test_a_killed_driver_takes_its_rank_along_and_nothing_else(make_service: Cal
                     publisher.publish(version, timeout=30)
                     assert subscriber.sync(version, timeout=30) == version
                     assert torch.equal(target["w"], torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("moment", ["idle", "starting", "pulling", "freeing"])
+def test_a_killed_registry_restarts_and_versions_go_on(scene: BuildScene, moment: str) -> None:
+    s = scene()
+    before = s.version
+    if moment == "idle":
+        kill(s.service.status().registry_pid)
+    else:
+        for worker in s.workers.values():
+            ray.get(worker.hold_at.remote(moment))
+        publishing = s.publish()
+        assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+        kill(s.service.status().registry_pid)
+        for publish in publishing:
+            error = _raised(publish)
+            assert isinstance(error, SyncAborted)
+            assert f"version {s.version} " in str(error)
+            assert "registry" in str(error)
+        ray.get([w.go_on.remote() for w in s.workers.values()])
+    for worker in s.workers.values():
+        assert ray.get(worker.state.remote()) == (before, True)
+        assert ray.get(worker.holds.remote(before))
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+    status = s.service.status()
+    assert status.newest_version == s.version
+    assert [c.version for c in status.consumers] == [s.version] * 2
+    with pytest.raises(ray.exceptions.RayTaskError, match=f"version {before} is not above"):
+        ray.get(s.trainers[0].publish.remote(before))
+
+
+@pytest.mark.slow
+def test_a_registry_killed_while_ranks_gather_does_not_hold_them(scene: BuildScene) -> None:
+    s = scene(mode="staged")
+    for worker in s.workers.values():
+        ray.get(worker.hold_at.remote("starting"))
+    publishing = s.publish()
+    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+    kill(s.service.status().registry_pid)
+    assert all(isinstance(_raised(publish), SyncAborted) for publish in publishing)
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])

@@ -1,0 +1,75 @@
+"""Who waits for whom, in words: for `status --why`, and for the text of a stall.
+
+Pure functions over what the registry and its producers know. The thing to watch: every line names a member, what
+is outstanding (a group, a signal, bytes) and since when, so that a reader need not ask further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightsync.actors.epochs import ConsumerMember, Epoch
+from weightsync.protocol.ledger import LedgerSnapshot
+from weightsync.protocol.messages import ConsumerState
+
+_GROUPS_SHOWN = 3
+
+
+def explain_epoch(
+    epoch: Epoch,
+    consumers: Mapping[int, ConsumerMember],
+    producers: Mapping[int, LedgerSnapshot | str],
+    now: float,
+) -> list[str]:
+    """One line for each member that has not finished.
+
+    Args:
+        producers: rank -> its ledger, or why it does not answer.
+        now: on the clock that `ConsumerMember.moved_at` is on.
+    """
+    lines = [_consumer_line(consumers[cid], now) for cid in epoch.live if cid not in epoch.pulled and cid in consumers]
+    lines += [
+        _producer_line(rank, producers.get(rank, "it is not registered"), epoch, consumers)
+        for rank in sorted(epoch.ranks - epoch.ended)
+    ]
+    done = [worker for cid, worker in epoch.live.items() if cid in epoch.pulled]
+    if done and lines:
+        lines.append(f"workers {', '.join(sorted(done))} hold version {epoch.version} and wait for the others")
+    return lines
+
+
+def _consumer_line(member: ConsumerMember, now: float) -> str:
+    quiet = f"last moved {now - member.moved_at:.1f} s ago"
+    if member.state is not ConsumerState.PULLING:
+        waits = "its `sync` call, to write in place" if member.writes_live else "its follower to begin"
+        return f"worker {member.worker} has not begun to pull: waiting for {waits} ({quiet})"
+    return (
+        f"worker {member.worker} is pulling: {member.bytes_done} of {member.bytes_total} bytes are in place, waiting "
+        f"for {member.waits_for or 'its first reads'} ({quiet})"
+    )
+
+
+def _producer_line(
+    rank: int, ledger: LedgerSnapshot | str, epoch: Epoch, consumers: Mapping[int, ConsumerMember]
+) -> str:
+    if isinstance(ledger, str):
+        return f"trainer rank {rank}: {ledger}"
+    if ledger.epoch != epoch.epoch or not ledger.unfreed:
+        return (
+            f"trainer rank {rank} has published nothing that is not freed; waiting for the rank itself to publish or "
+            f"end ({ledger.seconds_since_progress:.1f} s without progress)"
+        )
+    shown = [
+        f"group {group} by {', '.join(_name(cid, consumers) for cid in who)}"
+        for group, who in list(ledger.unfreed.items())[:_GROUPS_SHOWN]
+    ]
+    more = len(ledger.unfreed) - len(shown)
+    return (
+        f"trainer rank {rank} waits for free signals: {'; '.join(shown)}{f'; and {more} more groups' if more else ''} "
+        f"({ledger.seconds_since_progress:.1f} s without progress)"
+    )
+
+
+def _name(consumer_id: int, consumers: Mapping[int, ConsumerMember]) -> str:
+    member = consumers.get(consumer_id)
+    return f"worker {member.worker}" if member else f"consumer {consumer_id} (gone)"
