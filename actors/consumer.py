@@ -31,7 +31,7 @@ from weightsync.actors.destinations import Destinations, distinct_copies
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.actors.lifelines import Lifeline
 from weightsync.actors.live_pull import LivePull
-from weightsync.actors.registry import RegistryOptions
+from weightsync.actors.options import RegistryOptions
 from weightsync.actors.spawn import await_registry, call, this_node
 from weightsync.actors.staged_pull import StagedPull
 from weightsync.actors.transport import Peer, ReadContext, Transport, create_transport

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from weightsync.protocol.messages import ConsumerState, EpochState, InstallMode, PublishMode, PullStats
-from weightsync.protocol.status import EpochStatus, SyncReport, WorkerPull
+from weightsync.protocol.status import ConsumerStatus, EpochStatus, SyncReport, WorkerPull
 
 
 @dataclass
@@ -34,6 +34,22 @@ class ConsumerMember:
     moved_at: float = field(default_factory=time.monotonic)
     torn: bool = False
     """An attempt to pull into the live parameters failed; no whole version has been installed since."""
+
+    def status(self) -> ConsumerStatus:
+        return ConsumerStatus(
+            worker=self.worker,
+            consumer_id=self.consumer_id,
+            state=self.state,
+            install=self.install,
+            version=self.version,
+            staged_version=self.staged_version,
+            ready=self.version is not None and not self.torn,
+            bytes_done=self.bytes_done,
+            bytes_total=self.bytes_total,
+            node_id=self.node_id,
+            pid=self.pid,
+            error=self.error,
+        )
 
     @property
     def writes_live(self) -> bool:

@@ -1,4 +1,4 @@
-"""Who publishes: trainer ranks as they register, checked against each other until they make one model.
+"""Who takes part: trainer ranks, checked against each other until they make one model, and inference workers.
 
 Pure state of the registry. The thing to watch: everything is refused at registration, before a consumer
 plans and long before a byte moves, and a refused rank leaves the others as they were.
@@ -6,13 +6,16 @@ plans and long before a byte moves, and a refused rank leaves the others as they
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync.protocol.errors import InvalidLayoutError, RegistrationError
+from weightsync.actors.epochs import ConsumerMember
+from weightsync.protocol.errors import InvalidLayoutError, MembershipLostError, RegistrationError
 from weightsync.protocol.groups import layerwise_groups
-from weightsync.protocol.messages import LayoutSnapshot, ProducerRegistration, PublishMode, TensorMeta
+from weightsync.protocol.messages import ConsumerState, LayoutSnapshot, ProducerRegistration, PublishMode, TensorMeta
 from weightsync.protocol.shards import check_complete, merge_shard_tables
+from weightsync.protocol.status import ProducerStatus
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,11 @@ class ProducerMember:
     registration: ProducerRegistration
     token: str
     actor: Any
+
+    def status(self) -> ProducerStatus:
+        r = self.registration
+        held = sum(tensor.held_bytes for tensor in r.table)
+        return ProducerStatus(rank=r.rank, mode=r.mode, node_id=r.node_id, pid=r.pid, bytes_held=held)
 
 
 class ProducerTable:
@@ -69,6 +77,80 @@ class ProducerTable:
         """Forget a rank; the model is incomplete until it is back."""
         self.members.pop(rank, None)
         self._layout = None
+
+
+class ConsumerTable:
+    """The inference workers of one service. A worker's name keeps its id, whoever registers under it."""
+
+    def __init__(self, limit: int) -> None:
+        self.members: dict[int, ConsumerMember] = {}
+        self._ids: dict[str, int] = {}
+        self._limit = limit
+
+    @property
+    def ids_given(self) -> int:
+        return len(self._ids)
+
+    @property
+    def able(self) -> int:
+        """How many can pull."""
+        return sum(member.planned for member in self.members.values())
+
+    def by_name(self, worker: str) -> ConsumerMember | None:
+        return next((member for member in self.members.values() if member.worker == worker), None)
+
+    def add(self, worker: str, install: str, node_id: str, pid: int, version: int | None) -> ConsumerMember:
+        """Admit a worker; it replaces the one of its name.
+
+        Raises:
+            RegistrationError: the service is full.
+        """
+        if self.by_name(worker) is None and len(self.members) >= self._limit:
+            raise RegistrationError(
+                f"worker {worker!r}: the service holds {len(self.members)} workers, its limit; start it with a larger "
+                "max_consumers"
+            )
+        consumer_id = self._ids.setdefault(worker, len(self._ids))
+        member = ConsumerMember(worker, consumer_id, secrets.token_hex(16), install, node_id, pid, version=version)
+        self.members[consumer_id] = member
+        return member
+
+    def holds(self, consumer_id: int, token: str) -> bool:
+        """Whether that is a member now."""
+        member = self.members.get(consumer_id)
+        return member is not None and secrets.compare_digest(member.token, token)
+
+    def get(self, consumer_id: int, token: str) -> ConsumerMember:
+        """The member.
+
+        Raises:
+            MembershipLostError: it is none (any more), and may join again.
+            RegistrationError: another process has taken its name.
+        """
+        member = self.members.get(consumer_id)
+        if member is None:
+            raise MembershipLostError(f"consumer {consumer_id} is no member: its lease expired, or it left")
+        if not secrets.compare_digest(member.token, token):
+            raise RegistrationError(
+                f"consumer {consumer_id} was replaced by process {member.pid}, which registered the same worker name "
+                f"{member.worker!r}"
+            )
+        return member
+
+    def remove(self, consumer_id: int) -> None:
+        del self.members[consumer_id]
+
+    def planning(self, generation: int) -> list[str]:
+        """Names of workers that have not planned this layout generation yet."""
+        return [
+            member.worker
+            for member in self.members.values()
+            if member.state is ConsumerState.PLANNING or member.generation < generation
+        ]
+
+    def failures(self) -> list[str]:
+        """Why workers that cannot plan cannot."""
+        return [f"{m.worker}: {m.error}" for m in self.members.values() if m.state is ConsumerState.FAILED]
 
 
 def check_rank(new: ProducerRegistration, members: dict[int, ProducerMember]) -> None:

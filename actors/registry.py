@@ -20,15 +20,16 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from weightsync.actors.attribution import explain_epoch
 from weightsync.actors.epochs import ConsumerMember, Epoch
+from weightsync.actors.gathering import Gathering, check_version
 from weightsync.actors.lifelines import LifelineServer
-from weightsync.actors.membership import ProducerMember, ProducerTable
+from weightsync.actors.membership import ConsumerTable, ProducerMember, ProducerTable
+from weightsync.actors.options import RegistryOptions
 from weightsync.protocol.errors import (
     MembershipLostError,
     RegistrationError,
@@ -52,42 +53,12 @@ from weightsync.protocol.messages import (
     ProducerRegistration,
     PullStats,
 )
-from weightsync.protocol.status import ConsumerStatus, ProducerStatus, ServiceStatus, SyncReport
+from weightsync.protocol.status import ServiceStatus, SyncReport
 
 RECOVERY_S = 1.0
 """After a restart, workers get this long to be members again before a publish opens without them; they notice at
 once and retry every 0.2 s."""
 _SNAPSHOT_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True)
-class RegistryOptions:
-    """How a registry is set up; `weightsync.service.Settings` documents each."""
-
-    service: str
-    transport: str
-    transport_reason: str
-    http_url: str | None = None
-    ray_address: str | None = None
-    min_consumers: int = 1
-    max_consumers: int = 64
-    num_serve_buffers: int = 2
-    gather_lookahead: int = 1
-    stall_timeout_s: float = 300.0
-    join_grace_s: float = 30.0
-    long_poll_s: float = 5.0
-    lease_s: float = 10.0
-
-
-@dataclass
-class _Gathering:
-    """Ranks that have called publish for a version, until all are there."""
-
-    version: int
-    ranks: set[int] = field(default_factory=set)
-    opened: Epoch | None = None
-    error: WeightsyncError | None = None
-    opening: bool = False
 
 
 class Registry:
@@ -96,21 +67,19 @@ class Registry:
     def __init__(self, options: RegistryOptions) -> None:
         self._options = options
         self._producers = ProducerTable()
-        self._consumers: dict[int, ConsumerMember] = {}
-        self._ids: dict[str, int] = {}
+        self._consumers = ConsumerTable(options.max_consumers)
         self._lifelines = LifelineServer(
-            ray.util.get_node_ip_address(), options.lease_s, self._is_member, self._consumer_lost
+            ray.util.get_node_ip_address(), options.lease_s, self._consumers.holds, self._consumer_lost
         )
         self._epoch: Epoch | None = None
         self._epoch_number = 0
         self._newest_version: int | None = None
-        self._gathering: _Gathering | None = None
+        self._gathering: Gathering | None = None
         self._changed = asyncio.Condition()
         self._committed = 0
         self._aborted = 0
         self._last_report: SyncReport | None = None
         self._last_error: str | None = None
-        self._refusals = 0
         self._closing = False
         self._recovered_at = 0.0
         self._watches: set[asyncio.Task[None]] = set()
@@ -140,10 +109,9 @@ class Registry:
         self._refuse_when_closing()
         member = ProducerMember(registration, secrets.token_hex(16), actor)
         try:
-            self._producers.add(member, len(self._ids))
+            self._producers.add(member, self._consumers.ids_given)
         except WeightsyncError as error:
             self._last_error = str(error)
-            self._refusals += 1
             if self._gathering is not None and not self._gathering.opening:
                 self._gathering.error = SyncAborted(f"rank {registration.rank} was refused: {error}")
                 self._gathering = None
@@ -182,15 +150,15 @@ class Registry:
             await self._notify()
         try:
             await self._wait(
-                lambda: gathering.error is not None or self._all_arrived(gathering) or gathering.opened is not None,
+                lambda: gathering.decided or self._all_arrived(gathering),
                 deadline,
                 lambda: f"ranks {self._missing(gathering)} to publish version {version}",
             )
-            if gathering.error is None and gathering.opened is None and not gathering.opening:
+            if not gathering.decided and not gathering.opening:
                 gathering.opening = True
                 await self._open(gathering, deadline)
             await self._wait(
-                lambda: gathering.error is not None or gathering.opened is not None,
+                lambda: gathering.decided,
                 deadline,
                 self._consumers_wanted,
             )
@@ -241,24 +209,15 @@ class Registry:
     ) -> ConsumerGrant:
         """Admit a worker. A new registration under a known name replaces the old one (a restart)."""
         self._refuse_when_closing()
-        namesake = next((c for c in self._consumers.values() if c.worker == worker), None)
-        if namesake is None and len(self._consumers) >= self._options.max_consumers:
-            raise RegistrationError(
-                f"worker {worker!r}: the service holds {len(self._consumers)} workers, its limit; start it with "
-                "a larger max_consumers"
-            )
+        namesake = self._consumers.by_name(worker)
         if namesake is not None:
             await self._evict(namesake.consumer_id, f"replaced by process {pid}")
-        consumer_id = self._ids.setdefault(worker, len(self._ids))
-        member = ConsumerMember(
-            worker, consumer_id, secrets.token_hex(16), install, node_id, pid, version=known.version
-        )
+        member = self._consumers.add(worker, install, node_id, pid, known.version)
         self._catch_up(known)
-        self._consumers[consumer_id] = member
         address = await self._lifelines.address()
-        self._lifelines.expect(consumer_id, member.token)
+        self._lifelines.expect(member.consumer_id, member.token)
         await self._notify()
-        return ConsumerGrant(consumer_id, member.token, address)
+        return ConsumerGrant(member.consumer_id, member.token, address)
 
     async def unregister_consumer(self, consumer_id: int, token: str) -> None:
         """A worker leaves; a running epoch goes on without it."""
@@ -272,15 +231,11 @@ class Registry:
         if known.version is not None:
             self._newest_version = max(self._newest_version or 0, known.version)
 
-    def _is_member(self, consumer_id: int, token: str) -> bool:
-        member = self._consumers.get(consumer_id)
-        return member is not None and secrets.compare_digest(member.token, token)
-
     async def _consumer_lost(self, consumer_id: int, token: str, why: str) -> None:
         """A worker left or died: forget it, and take it out of a running epoch."""
-        if self._is_member(consumer_id, token) and not self._closing:
+        if self._consumers.holds(consumer_id, token) and not self._closing:
             await self._evict(consumer_id, why)
-            del self._consumers[consumer_id]
+            self._consumers.remove(consumer_id)
             await self._notify()
 
     async def layout(self) -> LayoutSnapshot | None:
@@ -313,7 +268,7 @@ class Registry:
             return None
 
         def anything() -> bool:
-            return self._closing or self._consumers.get(consumer_id) is not member or work() is not None
+            return self._closing or self._consumers.members.get(consumer_id) is not member or work() is not None
 
         try:
             await self._wait(anything, time.monotonic() + self._options.long_poll_s, lambda: "work")
@@ -411,7 +366,7 @@ class Registry:
         """Who waits for whom now, one line for each member that holds a sync up; empty if none runs."""
         epoch, gathering = self._epoch, self._gathering
         if epoch is not None and epoch.open:
-            return explain_epoch(epoch, self._consumers, await self._ledgers(), time.monotonic())
+            return explain_epoch(epoch, self._consumers.members, await self._ledgers(), time.monotonic())
         if gathering is None:
             return []
         missing = self._missing(gathering)
@@ -446,8 +401,8 @@ class Registry:
             world_size=self._producers.world_size,
             newest_version=self._newest_version,
             epoch=self._epoch.status() if self._epoch is not None and self._epoch.open else None,
-            producers=[_producer_status(m) for _, m in sorted(self._producers.members.items())],
-            consumers=[_consumer_status(c) for _, c in sorted(self._consumers.items())],
+            producers=[member.status() for _, member in sorted(self._producers.members.items())],
+            consumers=[member.status() for _, member in sorted(self._consumers.members.items())],
             syncs_committed=self._committed,
             syncs_aborted=self._aborted,
             last_report=self._last_report,
@@ -469,38 +424,29 @@ class Registry:
 
     # -- inside: opening and closing epochs -----------------------------------------------------------
 
-    def _join_gathering(self, rank: int, version: int) -> _Gathering:
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise VersionError(f"rank {rank}: a version is a non-negative integer, got {version!r}")
-        if self._newest_version is not None and version <= self._newest_version:
-            raise VersionError(
-                f"rank {rank}: version {version} is not above {self._newest_version}, the newest one; versions "
-                "strictly increase"
-            )
+    def _join_gathering(self, rank: int, version: int) -> Gathering:
+        check_version(rank, version, self._newest_version)
+        if self._gathering is None:
+            self._gathering = Gathering(version)
         gathering = self._gathering
-        if gathering is None:
-            gathering = self._gathering = _Gathering(version)
-        if gathering.version != version:
-            gathering.error = VersionError(
-                f"ranks disagree about the version: ranks {sorted(gathering.ranks)} publish {gathering.version}, "
-                f"rank {rank} publishes {version}"
-            )
+        try:
+            gathering.join(rank, version)
+        except VersionError:
             self._gathering = None
-            raise gathering.error
-        gathering.ranks.add(rank)
+            raise
         return gathering
 
-    def _missing(self, gathering: _Gathering) -> list[int]:
+    def _missing(self, gathering: Gathering) -> list[int]:
         return [rank for rank in range(self._producers.world_size or 0) if rank not in gathering.ranks]
 
-    def _all_arrived(self, gathering: _Gathering) -> bool:
+    def _all_arrived(self, gathering: Gathering) -> bool:
         return self._producers.layout is not None and not self._missing(gathering)
 
-    async def _open(self, gathering: _Gathering, deadline: float) -> None:
+    async def _open(self, gathering: Gathering, deadline: float) -> None:
         """Pick the live consumers and open the epoch on every producer."""
         await self._wait_for_consumers(deadline)
         started = time.monotonic()
-        live = {c.consumer_id: c.worker for c in self._consumers.values() if c.planned}
+        live = {c.consumer_id: c.worker for c in self._consumers.members.values() if c.planned}
         self._epoch_number += 1
         epoch = Epoch(
             self._epoch_number, gathering.version, frozenset(self._producers.members), live, opened_at=started
@@ -520,33 +466,23 @@ class Registry:
             await asyncio.sleep(self._recovered_at - time.monotonic())
 
         def planning() -> list[str]:
-            generation = self._producers.generation
-            return [
-                c.worker
-                for c in self._consumers.values()
-                if c.state is ConsumerState.PLANNING or c.generation < generation
-            ]
+            return self._consumers.planning(self._producers.generation)
 
         grace = min(deadline, time.monotonic() + self._options.join_grace_s)
         try:
             await self._wait(lambda: not planning(), grace, lambda: f"workers {planning()} to plan")
         except StallError as error:
             self._last_error = str(error)
-        await self._wait(
-            lambda: self._able_consumers() >= self._options.min_consumers, deadline, self._consumers_wanted
-        )
-
-    def _able_consumers(self) -> int:
-        return sum(c.planned for c in self._consumers.values())
+        await self._wait(lambda: self._consumers.able >= self._options.min_consumers, deadline, self._consumers_wanted)
 
     def _consumers_wanted(self) -> str:
-        failed = [f"{c.worker}: {c.error}" for c in self._consumers.values() if c.state is ConsumerState.FAILED]
-        return f"{self._options.min_consumers} inference worker(s) to join; {self._able_consumers()} can pull now" + (
+        failed = self._consumers.failures()
+        return f"{self._options.min_consumers} inference worker(s) to join; {self._consumers.able} can pull now" + (
             f" ({'; '.join(failed)})" if failed else ""
         )
 
-    async def _give_up(self, gathering: _Gathering, error: WeightsyncError) -> None:
-        if gathering.opened is None and gathering.error is None:
+    async def _give_up(self, gathering: Gathering, error: WeightsyncError) -> None:
+        if not gathering.decided:
             gathering.error = error
             self._last_error = str(error)
         if self._gathering is gathering:
@@ -638,15 +574,7 @@ class Registry:
 
     def _check_consumer(self, consumer_id: int, token: str) -> ConsumerMember:
         self._refuse_when_closing()
-        member = self._consumers.get(consumer_id)
-        if member is None:
-            raise MembershipLostError(f"consumer {consumer_id} is no member: its lease expired, or it left")
-        if not secrets.compare_digest(member.token, token):
-            raise RegistrationError(
-                f"consumer {consumer_id} was replaced by process {member.pid}, which registered the same worker name "
-                f"{member.worker!r}"
-            )
-        return member
+        return self._consumers.get(consumer_id, token)
 
     def _refuse_when_closing(self) -> None:
         if self._closing:
@@ -678,26 +606,3 @@ async def _quietly(ref: Any) -> None:
         await ref
     except Exception:
         return
-
-
-def _producer_status(member: ProducerMember) -> ProducerStatus:
-    r = member.registration
-    held = sum(tensor.held_bytes for tensor in r.table)
-    return ProducerStatus(rank=r.rank, mode=r.mode, node_id=r.node_id, pid=r.pid, bytes_held=held)
-
-
-def _consumer_status(c: ConsumerMember) -> ConsumerStatus:
-    return ConsumerStatus(
-        worker=c.worker,
-        consumer_id=c.consumer_id,
-        state=c.state,
-        install=c.install,
-        version=c.version,
-        staged_version=c.staged_version,
-        ready=c.version is not None and not c.torn,
-        bytes_done=c.bytes_done,
-        bytes_total=c.bytes_total,
-        node_id=c.node_id,
-        pid=c.pid,
-        error=c.error,
-    )

@@ -13,8 +13,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from weightsync.actors.options import RegistryOptions
 from weightsync.actors.producer_actor import ProducerActor, ProducerOptions, concurrency_groups
-from weightsync.actors.registry import Registry, RegistryOptions
+from weightsync.actors.registry import Registry
 from weightsync.protocol.errors import WeightsyncError
 
 NAMESPACE = "weightsync"

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from weightsync.actors.registry import RegistryOptions
+from weightsync.actors.options import RegistryOptions
 from weightsync.actors.spawn import NAMESPACE, call, find_registry, registry_name, spawn_registry
 from weightsync.actors.transport import choose_transport
 from weightsync.protocol.errors import RegistrationError

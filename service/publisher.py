@@ -24,8 +24,8 @@ import torch
 
 from weightsync.actors.export_ring import ExportRing, ShardMirror
 from weightsync.actors.interfaces import LocalShard, WeightSource, iter_groups
+from weightsync.actors.options import RegistryOptions
 from weightsync.actors.producer_actor import ProducerOptions
-from weightsync.actors.registry import RegistryOptions
 from weightsync.actors.spawn import await_registry, call, spawn_producer, this_node
 from weightsync.actors.transport import Transport, create_transport
 from weightsync.protocol.dtypes import dtype_name
