@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightsync.actors.serve_slots import Layout, ServeSlots
-from weightsync.protocol.errors import SyncAborted, SyncError, WrongProducerError
+from weightsync.protocol.errors import StaleEpochError, SyncAborted, SyncError, WrongProducerError
 from weightsync.protocol.ledger import LedgerSnapshot, SyncLedger
 from weightsync.protocol.packing import pack_offsets
 from weightsync.protocol.views import replay
@@ -74,11 +74,18 @@ class Producer:
     def begin_sync(self, epoch: int, live_consumers: Collection[int]) -> None:
         """Open an epoch; everything of the one before is forgotten, packed layouts stay cached.
 
+        Packs of the epoch before that are still under way are waited for: they write slots that this epoch will
+        use, for readers that nobody waits for any more.
+
         Raises:
             ValueError: no live consumer.
             StaleEpochError: epochs must strictly increase.
+            StallError: such a pack does not end.
         """
         with self._ledger.locked():
+            self._ledger.check_begin(epoch, live_consumers)
+            self._ledger.fail(StaleEpochError(f"epoch {self._ledger.epoch} was replaced by epoch {epoch}"))
+            self._ledger.drain(lambda: self._slots.packs_running == 0, "packs of the epoch before to end")
             self._ledger.begin(epoch, live_consumers)
             self._slots.begin_epoch()
             self._tensors.clear()

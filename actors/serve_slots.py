@@ -61,6 +61,8 @@ class ServeSlots:
         on_allocate: Callable[[torch.Tensor], None],
     ) -> None:
         self.rings: dict[int, list[torch.Tensor]] = {}
+        self.packs_running = 0
+        """Packs under way, whatever epoch they are of; changed under the ledger's lock."""
         self._num_slots = num_slots
         self._presize_bytes = presize_bytes
         self._granularity_bytes = granularity_bytes
@@ -130,9 +132,14 @@ class ServeSlots:
             ledger.wait_until(my_turn, f"consumers {missing} to ask for slot {seq} of ring {ring}", consumer_id)
             mine = not meeting.over
             meeting.packing = meeting.packing or mine
+            self.packs_running += mine
         if mine:
-            self._pack(meeting, ring, seq, pack)
-            ledger.touch()
+            try:
+                self._pack(meeting, ring, seq, pack)
+            finally:
+                with ledger.locked():
+                    self.packs_running -= 1
+                    ledger.touch()
         ledger.check_open(epoch, consumer_id)
         if meeting.error is not None:
             raise meeting.error

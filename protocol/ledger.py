@@ -96,12 +96,8 @@ class SyncLedger:
             ValueError: the live set is empty (a barrier of nobody would release groups nobody read).
             StaleEpochError: `epoch` is not above the last one.
         """
-        live = set(live_consumers)
-        if not live:
-            raise ValueError(f"epoch {epoch}: the live set is empty; a sync needs at least one consumer")
         with self._cond:
-            if epoch <= self._epoch:
-                raise StaleEpochError(f"epoch {epoch} is not above {self._epoch}; epochs strictly increase")
+            live = self.check_begin(epoch, live_consumers)
             for group in self._published - self._released:
                 self._on_release(group)
             self._epoch, self._live, self._error = epoch, live, None
@@ -109,6 +105,25 @@ class SyncLedger:
             self._notices = []
             self._state = SyncState.OPEN
             self._moved()
+
+    def check_begin(self, epoch: int, live_consumers: Collection[int]) -> set[int]:
+        """The live set, if `begin` would accept it; raises what `begin` raises."""
+        live = set(live_consumers)
+        if not live:
+            raise ValueError(f"epoch {epoch}: the live set is empty; a sync needs at least one consumer")
+        if epoch <= self._epoch:
+            raise StaleEpochError(f"epoch {epoch} is not above {self._epoch}; epochs strictly increase")
+        return live
+
+    def drain(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for work that an earlier epoch left under way; only its own end ends it.
+
+        Raises:
+            StallError: it did not end within the stall timeout.
+        """
+        with self._cond:
+            if not self._cond.wait_for(done, self._stall_timeout_s):
+                raise StallError(f"epoch {self._epoch}: waited {self._stall_timeout_s:g} s for {what}")
 
     def publish(self, group: int) -> None:
         """Make `group` serveable; releases it at once if every live consumer freed it beforehand."""

@@ -235,3 +235,50 @@ def test_close_wakes_everybody() -> None:
 def test_settings_out_of_range_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         Producer(**bad)  # type: ignore[arg-type]
+
+
+def test_a_slot_is_never_written_by_a_pack_of_an_earlier_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort leaves a pack under way; the next epoch would use the very slot it writes."""
+    producer = opened((0,))
+    old, new = matrix(0, 4), matrix(1, 4)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow_replay(tensor: torch.Tensor, chain: object) -> torch.Tensor:
+        if torch.equal(tensor, old):
+            reached.set()
+            go_on.wait(5)
+        return tensor
+
+    monkeypatch.setattr("weightsync.actors.producer.replay", slow_replay)
+    producer.publish_group(0, {"w": old})
+    packing, outcome = in_thread(lambda: producer.produce([("w", ())], consumer_id=0, seq=0, epoch=1))
+    assert reached.wait(5)
+    producer.fail("the trainer gave up")
+
+    def next_epoch() -> torch.Tensor:
+        producer.begin_sync(2, (0,))
+        producer.publish_group(0, {"w": new})
+        return producer.produce([("w", ())], consumer_id=0, seq=0, epoch=2)
+
+    second, packed = in_thread(next_epoch)
+    second.join(0.3)
+    assert second.is_alive(), "the next epoch waits for the pack of the old one"
+    go_on.set()
+    packing.join(5)
+    second.join(5)
+    assert isinstance(outcome[0], SyncError)
+    assert torch.equal(packed[0].view(torch.float32), new)
+
+
+def test_an_epoch_that_begins_over_an_open_one_ends_its_waits() -> None:
+    producer = opened((0,))
+    waiting, outcome = in_thread(lambda: producer.produce([("w", ())], consumer_id=0, seq=0, epoch=1))
+    while not producer.snapshot().waits:
+        pass
+    producer.begin_sync(2, (0,))
+    waiting.join(5)
+    assert isinstance(outcome[0], StaleEpochError)
+    with pytest.raises(StaleEpochError):
+        producer.begin_sync(2, (0,))
+    producer.publish_group(0, {"w": matrix(0, 2)})
+    assert producer.inflight_groups == [0], "a refused begin changes nothing"

@@ -28,7 +28,7 @@ def _raised(ref: object) -> BaseException:
     return failed.value.cause
 
 
-@pytest.mark.parametrize("moment", ["pulling", "starting"])
+@pytest.mark.parametrize("moment", ["pulling", pytest.param("starting", marks=pytest.mark.slow)])
 def test_a_trainer_killed_in_a_sync_aborts_it_naming_what_is_lost(scene: BuildScene, moment: str) -> None:
     s = scene()
     before = s.version
@@ -106,7 +106,15 @@ def test_a_killed_driver_takes_its_rank_along_and_nothing_else(make_service: Cal
                     assert torch.equal(target["w"], torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("moment", ["idle", "starting", "pulling", "freeing"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "idle",
+        "pulling",
+        pytest.param("starting", marks=pytest.mark.slow),
+        pytest.param("freeing", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_registry_restarts_and_versions_go_on(scene: BuildScene, moment: str) -> None:
     s = scene()
     before = s.version

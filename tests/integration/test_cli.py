@@ -19,6 +19,9 @@ from uuid import uuid4
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
+
+from weightsync.service.cli import app
 
 MARK = "WEIGHTSYNC_TEST_MARK"
 
@@ -178,16 +181,27 @@ def test_a_dead_cluster_that_ray_still_has_a_note_of_is_not_waited_for(shell: Sh
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--mode", "fast"], "'fast'"),
+        (["demo", "--install", "maybe"], "'maybe'"),
+        (["demo", "--versions", "0"], "--versions"),
+        (["up", "--transport", "pigeon"], "'pigeon'"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_imported(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["demo", "--size", "huge"], 2, "'huge'"),
-        (["demo", "--mode", "fast"], 2, "'fast'"),
-        (["demo", "--install", "maybe"], 2, "'maybe'"),
-        (["demo", "--versions", "0"], 2, "--versions"),
         (["up", "--name", "no/slash"], 1, "no/slash"),
-        (["up", "--transport", "pigeon"], 2, "'pigeon'"),
         (["up", "--http-port", "70000"], 2, "http_port"),
-        (["nonsense"], 2, "nonsense"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_start_nothing(
