@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from weightsync.protocol.boxes import Box
+from weightsync.protocol.coverage import find_holes
 from weightsync.protocol.errors import InvalidLayoutError
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(start, end) coordinates, end exclusive."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,9 @@ def merge_shard_tables(
 
 
 def _collapsed(
-    tensor: PublishedTensor, replicas: Mapping[Box, Sequence[PublishedShard]], replica_offset: int
+    tensor: PublishedTensor,
+    replicas: Mapping[tuple[tuple[int, ...], tuple[int, ...]], Sequence[PublishedShard]],
+    replica_offset: int,
 ) -> PublishedTensor:
     shards = tuple(same[replica_offset % len(same)] for same in replicas.values())
     return tensor if shards == tensor.shards else replace(tensor, shards=shards)
@@ -140,44 +141,15 @@ def check_complete(merged: Mapping[str, PublishedTensor]) -> None:
     for name, tensor in merged.items():
         if any(shard.shape == tensor.full_shape for shard in tensor.shards):
             continue  # whole on one rank, as most experts are
-        holes = find_holes(tensor.full_shape, [(s.shard_offset, s.shape) for s in tensor.shards])
+        whole = Box((0,) * len(tensor.full_shape), tensor.full_shape)
+        holes = find_holes(whole, [Box(s.shard_offset, s.shape) for s in tensor.shards])
         if holes:
-            start, end = holes[0]
+            start, end = holes[0].start, holes[0].end
             held = ", ".join(f"{s.agent_name}: {s.shape} at {s.shard_offset}" for s in tensor.shards[:4]) or "nothing"
             raise InvalidLayoutError(
                 f"{name!r} of shape {tensor.full_shape} has a hole from {start} to {end} (exclusive): no rank "
                 f"publishes it (published: {held}{', ...' if len(tensor.shards) > 4 else ''})"
             )
-
-
-def find_holes(full_shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Box]:
-    """Boxes of the tensor that none of the (offset, shape) boxes covers."""
-    if not _product(full_shape):
-        return []
-    remaining: list[Box] = [((0,) * len(full_shape), full_shape)]
-    for offset, shape in sorted(boxes):
-        end = tuple(o + s for o, s in zip(offset, shape, strict=True))
-        remaining = [piece for box in remaining for piece in _subtract(box, (offset, end))]
-        if not remaining:
-            break
-    return remaining
-
-
-def _subtract(box: Box, taken: Box) -> list[Box]:
-    """What is left of a box: at most two slabs per dimension."""
-    (start, end), (low, high) = box, taken
-    if any(max(s, a) >= min(e, b) for s, e, a, b in zip(start, end, low, high, strict=True)):
-        return [box]
-    left = []
-    start, end = list(start), list(end)  # type: ignore[assignment]
-    for dim, (a, b) in enumerate(zip(low, high, strict=True)):
-        if start[dim] < a:
-            left.append((tuple(start), (*end[:dim], a, *end[dim + 1 :])))
-        if b < end[dim]:
-            left.append(((*start[:dim], b, *start[dim + 1 :]), tuple(end)))
-        start = [*start[:dim], max(start[dim], a), *start[dim + 1 :]]  # type: ignore[assignment]
-        end = [*end[:dim], min(end[dim], b), *end[dim + 1 :]]  # type: ignore[assignment]
-    return left
 
 
 def _check_agreement(known: PublishedTensor, new: PublishedTensor) -> None:
