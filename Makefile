@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow mutations lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
@@ -14,6 +14,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+mutations: $(STAMP)
+	$(BIN)/python tests/mutations.py
 
 # mypy does not follow editable installs, so it gets the package as links.
 lint: $(STAMP)

@@ -1,0 +1,181 @@
+"""Break the code for each invariant on purpose: the test that is named for it must fail.
+
+Run it: `python tests/mutations.py` (or `make mutations`). Works on a copy; the tree is left alone. A mutation that no
+longer applies is an error too: then the list below is out of date. Invariants are those of the sync protocol, I1 to
+I11 where they can be broken in one place of pure code; the others have their tests in tests/faults.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    rule: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = (
+    Mutation(
+        "I1 every destination byte is written once: two pieces may overlap",
+        "protocol/coverage.py",
+        "        hit = find_overlap(*_corners(boxes))\n",
+        "        hit = None\n",
+        "tests/protocol/test_coverage.py",
+    ),
+    Mutation(
+        "I1 one address is off by one element",
+        "protocol/transfer.py",
+        "np.sum((low - wanted.start[need]) * wanted.strides[need], axis=1)",
+        "np.sum((low - wanted.start[need]) * wanted.strides[need], axis=1) + (need == 1)",
+        "tests/protocol/test_transfer.py",
+    ),
+    Mutation(
+        "I2 no byte is read twice: the same weight in two places",
+        "actors/destinations.py",
+        "        if known is None:\n",
+        "        if known is None or True:\n",
+        "tests/integration/test_sync.py::test_tied_weights_move_once_whichever_side_ties",
+    ),
+    Mutation(
+        "I3 a group is released while a live consumer may read it",
+        "protocol/ledger.py",
+        "if self._live <= self._freed_by.get(group, set()):",
+        "if self._live & self._freed_by.get(group, set()):",
+        "tests/protocol/test_ledger_orderings.py",
+    ),
+    Mutation(
+        "I3 a group is released twice",
+        "protocol/ledger.py",
+        "if group not in self._published or group in self._released:",
+        "if group not in self._published:",
+        "tests/protocol/test_ledger_orderings.py",
+    ),
+    Mutation(
+        "I4 a slot is rewritten by a pack of an earlier epoch",
+        "actors/producer.py",
+        'self._ledger.drain(lambda: self._slots.packs_running == 0, "packs of the epoch before to end")',
+        "pass",
+        "tests/actors/test_producer.py::test_a_slot_is_never_written_by_a_pack_of_an_earlier_epoch",
+    ),
+    Mutation(
+        "I4 the slot follows the order of execution",
+        "actors/serve_slots.py",
+        "slot = seq % self._num_slots",
+        "slot = len(self._meetings) % self._num_slots",
+        "tests/actors/test_producer.py::test_slots_go_round_by_issue_index_not_by_execution_order",
+    ),
+    Mutation(
+        "I5 more than L + 1 groups are resident",
+        "actors/export_ring.py",
+        "return len(self._slot_of) < len(self.segments)",
+        "return len(self._slot_of) <= len(self.segments)",
+        "tests/actors/test_export_ring.py::test_slots_come_back_in_whatever_order_groups_are_freed",
+    ),
+    Mutation(
+        "I6 a repeated signal is credited",
+        "protocol/ledger.py",
+        "                and consumer_id not in freed_by\n",
+        "",
+        "tests/protocol/test_ledger_orderings.py",
+    ),
+    Mutation(
+        "I7 a version may go back",
+        "actors/gathering.py",
+        "version <= newest",
+        "version < newest - 1",
+        "tests/integration/test_bad_input.py",
+    ),
+    Mutation(
+        "I9 a signal of an old epoch counts",
+        "protocol/ledger.py",
+        "                epoch == self._epoch\n                and self._state",
+        "                self._state",
+        "tests/protocol/test_ledger_orderings.py",
+    ),
+    Mutation(
+        "I10 a failed epoch does not reach who waits",
+        "protocol/ledger.py",
+        "        if self._error is not None:\n            raise self._error\n        if consumer_id is not None",
+        "        if consumer_id is not None",
+        "tests/protocol/test_ledger.py::test_fail_reaches_every_waiter_with_that_error",
+    ),
+    Mutation(
+        "I11 shared memory keeps its name",
+        "actors/shared_memory.py",
+        "        Path(self.name.path).unlink(missing_ok=True)\n",
+        "        pass\n",
+        "tests/actors/test_export_ring.py::test_nothing_stays_in_shared_memory",
+    ),
+    Mutation(
+        "replay runs what is no view",
+        "protocol/view_arguments.py",
+        "if not isinstance(op, str) or op not in allowed:",
+        "if not isinstance(op, str):",
+        "tests/protocol/test_views.py",
+    ),
+    Mutation(
+        "a worker is lost only to its lease, not to the end of its connection",
+        "actors/lifelines.py",
+        "            if not beats:\n",
+        "            if beats is None:\n",
+        "tests/actors/test_lifelines.py",
+    ),
+)
+
+
+def _copy(folder: Path) -> None:
+    for part in ("protocol", "actors", "service"):
+        shutil.copytree(ROOT / part, folder / "weightsync" / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def _fails(folder: Path, test: str) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=120", test],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{test} could not be run: {done.stdout[-800:]}{done.stderr[-400:]}")
+    return done.returncode == 1
+
+
+def main() -> None:
+    console, survivors = Console(highlight=False), 0
+    for mutation in MUTATIONS:
+        with tempfile.TemporaryDirectory(prefix="ws") as name:
+            folder = Path(name)
+            _copy(folder)
+            path = folder / "weightsync" / mutation.path
+            text = path.read_text()
+            if text.count(mutation.old) != 1:
+                raise SystemExit(f"{mutation.rule}: {mutation.old!r} stands {text.count(mutation.old)} times in {path}")
+            path.write_text(text.replace(mutation.old, mutation.new))
+            with console.status(mutation.rule):
+                caught = _fails(folder, mutation.test)
+        survivors += not caught
+        console.print(f"{'[green]caught[/]  ' if caught else '[red]survived[/]'}  {mutation.rule}", soft_wrap=True)
+    raise SystemExit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
