@@ -231,12 +231,12 @@ class ConsumerAgent:
 
     def _rejoin(self, error: Exception) -> bool:
         """This process was taken for dead and is not, or the registry restarted: be a member again."""
-        log.warning("worker %s joins again: %s", self._worker, error)
-        self._lifeline.close()
         with self._cond:
             self._writing = False
             if self._closed:
                 return False
+        log.warning("worker %s joins again: %s", self._worker, error)
+        self._lifeline.close()
         try:
             self._join()
         except Exception as refused:

@@ -18,9 +18,9 @@ ray.cloudpickle.register_pickle_by_value(helpers)
 ray.cloudpickle.register_pickle_by_value(fault_helpers)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def scenes(cluster: None) -> Iterator[dict[str, fault_helpers.Scene]]:
-    """Scenes by their options: processes take seconds to start, so tests take over what survived."""
+    """Scenes of this module by their options: processes take seconds to start, so tests take over what survived."""
     made: dict[str, fault_helpers.Scene] = {}
     yield made
     for scene in made.values():
