@@ -40,13 +40,6 @@ class Destinations:
         """Qualified name -> tensor that reads write into; strides equal the live tensor's."""
         return self._buffers
 
-    @property
-    def extra_bytes(self) -> int:
-        """Memory this adds to the worker."""
-        if self._install is InstallMode.IN_PLACE:
-            return 0
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
-
     def address_of(self, copy: RecordedCopy) -> int:
         """Byte address of the first element of the copy's parameter in the buffers."""
         return self._buffers[copy.param_name].data_ptr()

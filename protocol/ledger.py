@@ -268,10 +268,6 @@ class SyncLedger:
         with self._cond:
             return list(self._notices)
 
-    def is_released(self, group: int) -> bool:
-        with self._cond:
-            return group in self._released
-
     def snapshot(self) -> LedgerSnapshot:
         with self._cond:
             unfreed = {
