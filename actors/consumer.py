@@ -22,11 +22,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations, distinct_copies
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.actors.lifelines import Lifeline
@@ -34,7 +34,7 @@ from weightsync.actors.live_pull import LivePull
 from weightsync.actors.options import RegistryOptions
 from weightsync.actors.spawn import await_registry, call, this_node
 from weightsync.actors.staged_pull import StagedPull
-from weightsync.actors.transport import Peer, ReadContext, Transport, create_transport
+from weightsync.actors.transport import Peer, Transport, create_transport
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import (
     InvalidLayoutError,
@@ -48,8 +48,6 @@ from weightsync.protocol.errors import (
 from weightsync.protocol.messages import EpochBegin, InstallMode, LayoutSnapshot, MemberHistory, PublishMode, PullStats
 
 log = logging.getLogger("weightsync.consumer")
-
-_PROGRESS_PERIOD_S = 0.1
 
 
 class ConsumerAgent:
@@ -355,8 +353,9 @@ class ConsumerAgent:
             if self._install is InstallMode.IN_PLACE:
                 self._torn = True
         assert self._pull is not None
-        reporter = _Progress(self._registry, self._me, begin.epoch)
-        return self._pull.run(ReadContext(begin.epoch, self.consumer_id), reporter.add, reporter.waiting)
+        return self._pull.run(
+            Attempt(self._registry, *self._me, begin.epoch, begin.version, self._options.stall_timeout_s)
+        )
 
     def _attempt_failed(self, begin: EpochBegin, error: Exception) -> None:
         failure = error if isinstance(error, WeightsyncError) else SyncError(str(error))
@@ -364,30 +363,6 @@ class ConsumerAgent:
             self._writing, self._error, self._failed_version = False, failure, begin.version
             self._cond.notify_all()
         call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure)))
-
-
-class _Progress:
-    """Tells the registry how far a pull is, a few times a second at most."""
-
-    def __init__(self, registry: Any, me: tuple[int, str], epoch: int) -> None:
-        self._tell: Callable[[int, str], Any] = lambda done, what: registry.progress.remote(*me, epoch, done, what)
-        self._done = 0
-        self._what = ""
-        self._told_at = 0.0
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._maybe_tell()
-
-    def waiting(self, what: str) -> None:
-        self._what = what
-        self._maybe_tell()
-
-    def _maybe_tell(self) -> None:
-        now = time.monotonic()
-        if now - self._told_at >= _PROGRESS_PERIOD_S:
-            self._told_at = now
-            self._tell(self._done, self._what)
 
 
 def _loader_error(worker: str, error: Exception) -> WeightsyncError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from weightsync.protocol.messages import ConsumerState, EpochState, InstallMode, PublishMode, PullStats
+from weightsync.protocol.messages import ConsumerState, EpochState, InstallMode, LayoutSnapshot, PullStats
 from weightsync.protocol.status import ConsumerStatus, EpochStatus, SyncReport, WorkerPull
 
 
@@ -65,19 +65,21 @@ class ConsumerMember:
 class Epoch:
     """State of one attempt.
 
-    `live` are the consumers that take part; `pulled` those that hold the complete version; `evicted` those
-    that were taken out, with the reason; `ended` the trainer ranks whose groups were all freed.
+    `ranks` are the trainer ranks and `live` the consumers that take part; `pulled` the consumers that hold the
+    complete version; `evicted` those that were taken out, with the reason; `ended` the trainer ranks whose groups
+    were all freed; `lost` those that died although the epoch goes on, with the reason.
     """
 
     epoch: int
     version: int
-    ranks: frozenset[int]
+    layout: LayoutSnapshot
     live: dict[int, str]
     begin_seconds: float = 0.0
     state: EpochState = EpochState.OPEN
     pulled: dict[int, PullStats] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    lost: dict[int, str] = field(default_factory=dict)
     error: str | None = None
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float | None = None
@@ -85,6 +87,14 @@ class Epoch:
     @property
     def open(self) -> bool:
         return self.state is EpochState.OPEN
+
+    def __post_init__(self) -> None:
+        self.ranks = set(range(len(self.layout.producers)))
+
+    def lose(self, rank: int, reason: str) -> None:
+        """The epoch goes on without a trainer rank."""
+        self.ranks.discard(rank)
+        self.lost[rank] = reason
 
     @property
     def complete(self) -> bool:
@@ -122,7 +132,7 @@ class Epoch:
             waiting_for=self.waiting_for() if self.open else [],
         )
 
-    def report(self, service: str, mode: PublishMode, transport: str) -> SyncReport:
+    def report(self, service: str) -> SyncReport:
         """The outcome, for every trainer rank."""
         workers = {
             self.live[cid]: WorkerPull(
@@ -142,8 +152,8 @@ class Epoch:
             service=service,
             version=self.version,
             epoch=self.epoch,
-            mode=mode,
-            transport=transport,
+            mode=self.layout.mode,
+            transport=self.layout.transport,
             bytes=nbytes,
             needed_bytes=sum(w.bytes_needed for w in workers.values()),
             seconds=self.seconds,
@@ -151,5 +161,6 @@ class Epoch:
             gbytes_per_second=nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0,
             installed=sorted(workers),
             evicted=sorted(self.evicted),
+            lost_ranks=sorted(self.lost),
             workers=workers,
         )

@@ -1,49 +1,41 @@
 """Live mode: runs read one-sidedly out of trainer memory, straight to where the parameter wants them.
 
-Planned once per layout: recorded copies become runs per (gather group, producer), and one prepared read each.
-A version then only posts those. Copies that cannot land in place (another dtype, transposed element by
-element) are read densely into scratch of the source's dtype and scattered by torch. The thing to watch: a
-free signal follows the last read of the group it frees, never precedes it.
+Planned once per layout (`Landings`), one prepared read for each gather group and producer. A version then only
+posts those. If a rank is lost while others hold what it held, its reads are replaced by reads from them and the
+sync goes on. The thing to watch: a free signal follows the last read of the group it frees, never precedes it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import ray
 import torch
 
+from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations
-from weightsync.actors.transport import Peer, PreparedRead, ReadContext, Transport
+from weightsync.actors.landings import Landings, RankRuns
+from weightsync.actors.transport import Peer, PreparedRead, ReadFailedError, Transport
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.dtypes import dtype_from_name
-from weightsync.protocol.errors import UnsupportedLayoutError
+from weightsync.protocol.errors import InvalidLayoutError, SyncError
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
-from weightsync.protocol.segments import PullPlanner, bounce_copy
-from weightsync.protocol.shards import Source, build_sources, merge_shard_tables
-
-_NOTHING: Callable[[int], None] = lambda nbytes: None  # noqa: E731
-
-
-@dataclass
-class _Runs:
-    """Runs of one (group, session), as arrays to be joined."""
-
-    src: list[np.ndarray] = field(default_factory=list)
-    dst: list[np.ndarray] = field(default_factory=list)
-    nbytes: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _Scatter:
-    """What was read already (dense scratch, or the same weight elsewhere), and where else it goes."""
+class _Read:
+    """What one rank gives of one group."""
 
-    result: Callable[[], torch.Tensor]
-    copy: RecordedCopy
+    runs: RankRuns
+    prepared: PreparedRead
+
+    @property
+    def rank(self) -> int:
+        return self.prepared.peer.rank
 
 
 class LivePull:
@@ -54,7 +46,7 @@ class LivePull:
         copies: distinct copies with canonical source names.
         destinations: where they land.
         transport: this worker's transport, connected to `peers`.
-        peers: per session (= rank), where its memory is.
+        peers: per rank, where its memory is.
         consumer_id: consumers take turns among exact replicas of a shard.
     """
 
@@ -68,119 +60,97 @@ class LivePull:
         consumer_id: int,
     ) -> None:
         self._layout = layout
-        self._consumer_id = consumer_id
-        self._planner = PullPlanner()
         self._destinations = destinations
         self._transport = transport
         self._peers = peers
-        self._scatters: dict[int, list[_Scatter]] = defaultdict(list)
-        self._scratch: list[torch.Tensor] = []
-        self._reads = self._prepare(copies)
-        self.bytes_total = sum(read.nbytes for reads in self._reads.values() for read in reads)
+        self._lost: set[int] = set()
+        """Ranks this worker could not read from; until the layout changes it does not try again."""
+        self._landings = Landings(layout, copies, destinations, consumer_id)
+        transport.register(self._landings.scratch)
+        self._reads: dict[int, list[_Read]] = defaultdict(list)
+        for (group, rank), runs in self._landings.runs.items():
+            self._reads[group].append(self._prepare(rank, runs))
+        self.bytes_total = sum(read.prepared.nbytes for reads in self._reads.values() for read in reads)
         self.bytes_needed = needed_bytes(copies, layout)
 
-    @property
-    def scratch_bytes(self) -> int:
-        return sum(scratch.untyped_storage().nbytes() for scratch in self._scratch)
-
-    def run(
-        self,
-        context: ReadContext,
-        on_bytes: Callable[[int], None] = _NOTHING,
-        on_wait: Callable[[str], None] = lambda what: None,
-    ) -> PullStats:
+    def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
         started = time.monotonic()
         phases = {"pull": 0.0, "scatter": 0.0, "free": 0.0}
-        moved = 0
-        for group in sorted(self._reads.keys() | self._scatters.keys()):
-            on_wait(f"reads of group {group}")
+        for group in sorted(self._reads.keys() | self._landings.scatters.keys()):
+            attempt.waiting(f"reads of group {group}")
             with timed(phases, "pull"):
-                self._transport.read(self._reads.get(group, []), context, on_bytes)
-            moved += sum(read.nbytes for read in self._reads.get(group, []))
+                self._read_group(group, attempt)
             with timed(phases, "scatter"):
                 self._scatter(group)
-        on_wait("free signals to arrive")
+        attempt.waiting("free signals to arrive")
         with timed(phases, "free"):
-            self._free_all(context)
-        return PullStats(moved, self.bytes_needed, time.monotonic() - started, phases)
+            self._free_all(attempt)
+        return PullStats(attempt.bytes_moved, self.bytes_needed, time.monotonic() - started, phases)
 
     def close(self) -> None:
         """Give the prepared reads back."""
-        self._transport.release(read for reads in self._reads.values() for read in reads)
-        self._reads, self._scatters, self._scratch = {}, defaultdict(list), []
+        self._transport.release(read.prepared for reads in self._reads.values() for read in reads)
+        self._reads.clear()
 
-    # -- planning -------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------
 
-    def _prepare(self, copies: Sequence[RecordedCopy]) -> dict[int, list[PreparedRead]]:
-        sources, agents, _ = build_sources(
-            merge_shard_tables([list(producer.table) for producer in self._layout.producers], self._consumer_id)
-        )
-        session_of = {producer.agent_name: rank for rank, producer in enumerate(self._layout.producers)}
-        sessions = [session_of[agent] for agent in agents]
-        group_of = _group_of_names(self._layout)
-        runs: dict[tuple[int, int], _Runs] = defaultdict(_Runs)
-        first: dict[tuple[object, ...], RecordedCopy] = {}
-        for copy in copies:
-            group = group_of[copy.src_name]
-            twin = first.setdefault((copy.src_name, copy.op_chain, copy.dest_dtype), copy)
-            if twin is not copy:  # the same weight in two places (untied here): read once, copied here
-                self._scatters[group].append(_Scatter(partial(self._destinations.view_of, twin), copy))
-                continue
-            for session, src, dst, nbytes in self._lower(copy, sources[copy.src_name], group):
-                joined = runs[group, sessions[session]]
-                joined.src.append(src)
-                joined.dst.append(dst)
-                joined.nbytes.append(nbytes)
-        self._transport.register(self._scratch)
-        reads: dict[int, list[PreparedRead]] = defaultdict(list)
-        for (group, session), joined in sorted(runs.items()):
-            reads[group].append(
-                self._transport.prepare(
-                    self._peers[session],
-                    np.concatenate(joined.src),
-                    np.concatenate(joined.dst),
-                    np.concatenate(joined.nbytes),
-                )
-            )
-        return dict(reads)
+    def _read_group(self, group: int, attempt: Attempt) -> None:
+        """Every byte of a group; what a lost rank was to give comes from whoever else holds it."""
+        pending = self._reads.get(group, [])
+        failure: ReadFailedError | None = None
+        while pending:
+            try:
+                pending = [found for read in pending for found in self._reachable(group, read)]
+            except InvalidLayoutError as hole:
+                self._lost.clear()  # they may answer next time
+                raise SyncError(f"{failure or 'a rank was lost'}; {hole}") from failure
+            try:
+                self._transport.read([read.prepared for read in pending], attempt.context, attempt.moved)
+                return
+            except ReadFailedError as error:
+                failure, failed = error, {id(read) for read in error.failed}
+            pending = [read for read in pending if id(read.prepared) in failed]
+            for rank in sorted({read.rank for read in pending}):
+                attempt.rank_failed(rank)
+                self._lost.add(rank)
 
-    def _lower(
-        self, copy: RecordedCopy, source: Source, group: int
-    ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """Runs of one copy with absolute destination addresses; scratch is made where it needs some."""
-        try:
-            runs, base = self._planner.lower(copy, source), self._destinations.address_of(copy)
-        except UnsupportedLayoutError:
-            bounce = bounce_copy(copy, source.global_shape, dtype_from_name(source.dtype))
-            scratch = torch.zeros(bounce.scratch_elements, dtype=dtype_from_name(source.dtype))
-            self._scratch.append(scratch)
-            self._scatters[group].append(_Scatter(partial(bounce.view, scratch), copy))
-            runs, base = self._planner.lower(bounce.copy, source), scratch.data_ptr()
-        return [(r.session, r.src_addr, r.dst_byte.astype(np.uint64) + np.uint64(base), r.nbytes) for r in runs]
+    def _reachable(self, group: int, read: _Read) -> list[_Read]:
+        """The read itself, or, if its rank is lost, those that take its place from now on."""
+        if read.rank not in self._lost:
+            return [read]
+        found = self._landings.elsewhere(group, self._lost, read.runs)
+        replacements = [self._prepare(rank, runs) for rank, runs in found.items()]
+        self._reads[group] = [kept for kept in self._reads[group] if kept is not read] + replacements
+        self._transport.release([read.prepared])
+        return replacements
 
-    # -- one version ----------------------------------------------------------------------------------
+    def _prepare(self, rank: int, runs: RankRuns) -> _Read:
+        src, dst = runs.src_addr.astype(np.uint64), runs.dst_addr.astype(np.uint64)
+        return _Read(runs, self._transport.prepare(self._peers[rank], src, dst, runs.nbytes))
+
+    # -- after the reads ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _scatter(self, group: int) -> None:
-        for scatter in self._scatters.get(group, ()):
+        for scatter in self._landings.scatters.get(group, ()):
             self._destinations.view_of(scatter.copy).copy_(scatter.result())
 
-    def _free_all(self, context: ReadContext) -> None:
+    def _free_all(self, attempt: Attempt) -> None:
         """One message per producer: live groups stay in the trainer anyway, so there is nothing to hurry."""
-        import ray
-
-        ray.get(
-            [
-                peer.actor.free_groups.remote(self._layout.rank_groups[peer.rank], context.consumer_id, context.epoch)
-                for peer in self._peers
-            ]
-        )
-
-
-def _group_of_names(layout: LayoutSnapshot) -> dict[str, int]:
-    names = iter(layout.names)
-    return {next(names): group for group, length in enumerate(layout.group_lens) for _ in range(length)}
+        context = attempt.context
+        signals = {
+            peer.rank: peer.actor.free_groups.remote(
+                self._layout.rank_groups[peer.rank], context.consumer_id, context.epoch
+            )
+            for peer in self._peers
+        }
+        for rank, signal in signals.items():
+            try:
+                ray.get(signal)
+            except ray.exceptions.RayActorError as error:
+                if not attempt.rank_failed(rank):
+                    raise SyncError(f"rank {rank}'s producer does not take free signals ({error})") from error
 
 
 def needed_bytes(copies: Sequence[RecordedCopy], layout: LayoutSnapshot) -> int:

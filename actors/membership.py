@@ -73,6 +73,21 @@ class ProducerTable:
         if layout is not None:
             self.generation, self._layout = layout.generation, layout
 
+    def replaceable(self, rank: int) -> bool:
+        """Whether the other ranks hold every byte that this one holds.
+
+        Staged ranks are not: gathering is collective among them.
+        """
+        registrations = [member.registration for member in self.members.values()]
+        if registrations[0].mode is not PublishMode.LIVE:
+            return False
+        merged = merge_shard_tables([list(r.table) for r in registrations if r.rank != rank])
+        try:
+            check_complete(merged)
+        except InvalidLayoutError:
+            return False
+        return all(tensor.name in merged or not tensor.held_bytes for r in registrations for tensor in r.table)
+
     def remove(self, rank: int) -> None:
         """Forget a rank; the model is incomplete until it is back."""
         self.members.pop(rank, None)

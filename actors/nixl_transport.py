@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.actors.transport import Peer, PreparedRead, ReadContext, Transport
-from weightsync.protocol.errors import SyncError
+from weightsync.actors.transport import Peer, PreparedRead, ReadContext, ReadFailedError, Transport
+from weightsync.protocol.errors import StallError, SyncError
 
 _PROGRESS_PAUSE_US = 100
 _patch_lock = threading.Lock()
@@ -124,12 +124,23 @@ class NixlTransport(Transport):
         context: ReadContext,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        pending = [read for read in reads if self._advance(read, self._agent.transfer, context, on_bytes)]
-        pause_s = _FIRST_POLL_S
+        failed: dict[int, str] = {}
+        pending, step, pause_s = list(reads), self._agent.transfer, _FIRST_POLL_S
+        moved_at = time.monotonic()
         while pending:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            pending = [read for read in pending if self._advance(read, self._agent.check_xfer_state, context, on_bytes)]
+            running = [read for read in pending if self._advance(read, step, failed, on_bytes)]
+            now = time.monotonic()
+            if len(running) < len(pending):
+                moved_at = now
+            elif now - moved_at > context.stall_timeout_s:
+                raise StallError(f"{_described(running, context)}: nothing came for {context.stall_timeout_s:g} s")
+            pending, step = running, self._agent.check_xfer_state
+            if pending:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        if failed:
+            lost = [read for read in reads if id(read) in failed]
+            raise ReadFailedError(f"{_described(lost, context)} failed ({failed[id(lost[0])]})", lost)
 
     def fetch_slot(self, peer: Peer, reply: Any, into: torch.Tensor, context: ReadContext) -> None:
         addr, nbytes = reply
@@ -165,26 +176,22 @@ class NixlTransport(Transport):
         self,
         read: PreparedRead,
         step: Callable[[Any], str],
-        context: ReadContext,
+        failed: dict[int, str],
         on_bytes: Callable[[int], None],
     ) -> bool:
-        """Post or poll one read; True while it is still running."""
+        """Post or poll one read; True while it is still running. Notes in `failed` why it failed."""
         try:
             state = step(read.handle.transfer)
         except Exception as error:
-            raise self._failure(read, context, f"{type(error).__name__}: {error}") from error
+            failed[id(read)] = f"{type(error).__name__}: {error}"
+            return False
         if state == "PROC":
             return True
-        if state != "DONE":
-            raise self._failure(read, context, f"NIXL state {state}")
-        on_bytes(read.nbytes)
+        if state == "DONE":
+            on_bytes(read.nbytes)
+        else:
+            failed[id(read)] = f"NIXL state {state}"
         return False
-
-    @staticmethod
-    def _failure(read: PreparedRead, context: ReadContext, why: str) -> SyncError:
-        return SyncError(
-            f"epoch {context.epoch}: reading {read.nbytes} bytes from rank {read.peer.rank} failed ({why})"
-        )
 
 
 @contextmanager
@@ -203,6 +210,14 @@ def _paced_progress_thread() -> Iterator[None]:
             yield
         finally:
             bindings.nixlAgentConfig = original
+
+
+def _described(reads: Sequence[PreparedRead], context: ReadContext) -> str:
+    ranks = sorted({read.peer.rank for read in reads})
+    return (
+        f"epoch {context.epoch}: reading {sum(read.nbytes for read in reads)} bytes from "
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    )
 
 
 def _descriptors(addr: np.ndarray, nbytes: np.ndarray) -> np.ndarray:

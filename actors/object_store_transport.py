@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch
 
-from weightsync.actors.transport import Peer, PreparedRead, ReadContext, Transport
+from weightsync.actors.transport import Peer, PreparedRead, ReadContext, ReadFailedError, Transport
 from weightsync.protocol.errors import SyncError
 
 
@@ -61,10 +61,22 @@ class ObjectStoreTransport(Transport):
             )
             for read in reads
         ]
+        failed: list[PreparedRead] = []
+        why = ""
         for read, ref in zip(reads, asked, strict=True):
-            packed = _get(ref, read.peer, context)
+            try:
+                packed = ray.get(ref, timeout=context.stall_timeout_s)
+            except ray.exceptions.RayError as error:
+                why = why or (
+                    f"epoch {context.epoch}: rank {read.peer.rank}'s producer did not answer "
+                    f"({type(error).__name__}: {error})"
+                )
+                failed.append(read)
+                continue
             _scatter(packed, read.handle)
             on_bytes(read.nbytes)
+        if failed:
+            raise ReadFailedError(why, failed)
 
     def fetch_slot(self, peer: Peer, reply: Any, into: torch.Tensor, context: ReadContext) -> None:
         del peer, context
@@ -75,15 +87,6 @@ class ObjectStoreTransport(Transport):
 
     def close(self) -> None:
         pass
-
-
-def _get(ref: Any, peer: Peer, context: ReadContext) -> np.ndarray:
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError as error:
-        raise SyncError(
-            f"epoch {context.epoch}: rank {peer.rank}'s producer did not answer ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _scatter(packed: np.ndarray, runs: _Runs) -> None:

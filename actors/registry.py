@@ -16,6 +16,7 @@ call returns only through those, the commit, or its own timeout.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -59,6 +60,8 @@ RECOVERY_S = 1.0
 """After a restart, workers get this long to be members again before a publish opens without them; they notice at
 once and retry every 0.2 s."""
 _SNAPSHOT_TIMEOUT_S = 2.0
+_DEATH_NOTICED_S = 2.0
+"""A parked watch tells of a death within 15 ms; a rank that is a member for longer is alive but out of reach."""
 
 
 class Registry:
@@ -167,7 +170,7 @@ class Registry:
         if gathering.error is not None:
             raise gathering.error
         assert gathering.opened is not None
-        epoch, layout = gathering.opened, self._layout()
+        epoch, layout = gathering.opened, gathering.opened.layout
         return EpochGrant(
             epoch=epoch.epoch,
             version=version,
@@ -194,7 +197,7 @@ class Registry:
         )
         if running.state is EpochState.ABORTED:
             raise SyncAborted(self._aborted_text(running))
-        return self._report_of(running)
+        return running.report(self._options.service)
 
     async def fail_publish(self, rank: int, token: str, epoch: int, message: str) -> None:
         """A rank gives its attempt up; the epoch aborts for everyone."""
@@ -301,6 +304,27 @@ class Registry:
         member.state, member.bytes_done, member.staged_version = ConsumerState.PULLING, 0, None
         member.waits_for, member.moved_at = "", time.monotonic()
         return True
+
+    async def outlives(self, consumer_id: int, token: str, epoch: int, rank: int) -> bool:
+        """A rank did not answer a worker: whether it is gone. Waits a moment for word of its death.
+
+        Raises:
+            SyncAborted: the epoch is over; the message says why.
+            StaleEpochError: it goes on without this worker.
+        """
+        self._check_consumer(consumer_id, token)
+        running = self._running(epoch)
+        with contextlib.suppress(StallError):
+            await self._wait(
+                lambda: not running.open or rank not in running.ranks,
+                time.monotonic() + _DEATH_NOTICED_S,
+                lambda: f"word of the death of rank {rank}",
+            )
+        if not running.open:
+            raise SyncAborted(self._aborted_text(running))
+        if consumer_id not in running.live:
+            raise StaleEpochError(f"consumer {consumer_id} was evicted from epoch {epoch}")
+        return rank not in running.ranks
 
     async def progress(self, consumer_id: int, token: str, epoch: int, bytes_done: int, waits_for: str) -> None:
         """Bytes in place so far, for progress bars; not part of the protocol."""
@@ -448,9 +472,7 @@ class Registry:
         started = time.monotonic()
         live = {c.consumer_id: c.worker for c in self._consumers.members.values() if c.planned}
         self._epoch_number += 1
-        epoch = Epoch(
-            self._epoch_number, gathering.version, frozenset(self._producers.members), live, opened_at=started
-        )
+        epoch = Epoch(self._epoch_number, gathering.version, self._layout(), live, opened_at=started)
         actors = [member.actor for member in self._producers.members.values()]
         try:
             await asyncio.gather(*(actor.begin_sync.remote(epoch.epoch, tuple(live)) for actor in actors))
@@ -496,7 +518,7 @@ class Registry:
             epoch.close(EpochState.COMMITTED)
             self._newest_version = epoch.version
             self._committed += 1
-            self._last_report = self._report_of(epoch)
+            self._last_report = epoch.report(self._options.service)
         await self._notify()
 
     async def _evict(self, consumer_id: int, reason: str) -> None:
@@ -523,10 +545,16 @@ class Registry:
         await self._notify()
 
     async def _drop_producer(self, rank: int, why: str) -> None:
-        lost = self._producers.members[rank].registration.describe_held()
+        """A rank is gone. A running epoch goes on if nobody needs it any more, or others hold what it held."""
+        epoch, lost = self._epoch, self._producers.members[rank].registration.describe_held()
+        replaceable = self._producers.replaceable(rank)
         self._producers.remove(rank)
-        if self._epoch is not None and self._epoch.open:
-            await self._abort(f"trainer rank {rank}: {why}, and with it {lost}")
+        if epoch is not None and epoch.open and rank in epoch.ranks:
+            if replaceable or rank in epoch.ended:
+                epoch.lose(rank, why)
+                await self._settle()
+            else:
+                await self._abort(f"trainer rank {rank}: {why}, and with it {lost}")
         if self._gathering is not None and not self._gathering.opening:
             self._gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
             self._gathering = None
@@ -555,10 +583,6 @@ class Registry:
         if self._epoch is None or self._epoch.epoch != epoch:
             raise StaleEpochError(f"epoch {epoch} is not the newest one ({self._epoch_number})")
         return self._epoch
-
-    def _report_of(self, epoch: Epoch) -> SyncReport:
-        mode = next(iter(self._producers.members.values())).registration.mode
-        return epoch.report(self._options.service, mode, self._options.transport)
 
     @staticmethod
     def _aborted_text(epoch: Epoch) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 
+from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations
 from weightsync.actors.live_pull import needed_bytes, timed
 from weightsync.actors.transport import Peer, ReadContext, Transport
@@ -58,36 +59,25 @@ class StagedPull:
         self.bytes_total = sum(_payload(chunk) for chunk in self._chunks)
         self.bytes_needed = needed_bytes(copies, layout)
 
-    @property
-    def scratch_bytes(self) -> int:
-        return sum(slot.numel() for slots in self._recv.values() for slot in slots)
-
-    def run(
-        self,
-        context: ReadContext,
-        on_bytes: Callable[[int], None] = lambda nbytes: None,
-        on_wait: Callable[[str], None] = lambda what: None,
-    ) -> PullStats:
+    def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
-        started = time.monotonic()
+        started, context = time.monotonic(), attempt.context
         phases = {"pull": 0.0, "scatter": 0.0, "free": 0.0}
         signals = self._free(self._pre_free, context)
-        moved = 0
         for issued in self._in_order(context):
             chunk = issued.chunk
-            on_wait(f"rank {chunk.owner} to pack slot {chunk.seq}")
+            attempt.waiting(f"rank {chunk.owner} to pack slot {chunk.seq}")
             with timed(phases, "pull"):
                 slot = self._recv[chunk.owner][chunk.seq % self._num_slots]
-                self._transport.fetch_slot(self._peers[chunk.owner], ray.get(issued.reply), slot, context)
+                self._transport.fetch_slot(self._peers[chunk.owner], _answer(issued, attempt), slot, context)
             with timed(phases, "scatter"):
                 self._scatter(chunk, slot)
-            moved += _payload(chunk)
-            on_bytes(_payload(chunk))
+            attempt.moved(_payload(chunk))
             signals += self._free(chunk.free, context)
         with timed(phases, "free"):
-            on_wait("free signals to arrive")
+            attempt.waiting("free signals to arrive")
             ray.get(signals)
-        return PullStats(moved, self.bytes_needed, time.monotonic() - started, phases)
+        return PullStats(attempt.bytes_moved, self.bytes_needed, time.monotonic() - started, phases)
 
     def close(self) -> None:
         """Drop the receive slots."""
@@ -127,7 +117,7 @@ class StagedPull:
 
     # -- one version ----------------------------------------------------------------------------------
 
-    def _in_order(self, context: ReadContext) -> Any:
+    def _in_order(self, context: ReadContext) -> Iterator[_Issued]:
         """Chunks in plan order, the next ones asked for ahead, at most K under way per owner."""
         waiting = deque(self._chunks)
         issued: deque[_Issued] = deque()
@@ -155,6 +145,15 @@ class StagedPull:
             for group, owners in signals
             for owner in owners
         ]
+
+
+def _answer(issued: _Issued, attempt: Attempt) -> Any:
+    """What the producer says about a packed chunk."""
+    try:
+        return ray.get(issued.reply)
+    except ray.exceptions.RayActorError:
+        attempt.rank_failed(issued.chunk.owner)  # raises what the registry knows about it
+        raise
 
 
 def _plan(layout: LayoutSnapshot, copies: Sequence[RecordedCopy], consumer_id: int) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from weightsync.protocol.errors import TransportUnavailableError
+from weightsync.protocol.errors import SyncError, TransportUnavailableError
 
 TRANSPORT_NAMES = ("nixl", "object_store")
 
@@ -46,10 +46,19 @@ class PreparedRead:
 
 @dataclass(frozen=True)
 class ReadContext:
-    """On whose behalf a read happens; carried so that stale attempts can be refused."""
+    """On whose behalf a read happens, so that stale attempts can be refused, and how long it may stand still."""
 
     epoch: int
     consumer_id: int
+    stall_timeout_s: float = 300.0
+
+
+class ReadFailedError(SyncError):
+    """Some reads failed; all others of the call are complete. `failed` are the ones to repeat elsewhere."""
+
+    def __init__(self, message: str, failed: Sequence[PreparedRead]) -> None:
+        super().__init__(message)
+        self.failed = tuple(failed)
 
 
 class Transport(ABC):
@@ -84,11 +93,14 @@ class Transport(ABC):
     ) -> None:
         """Execute prepared reads, all posted before any is waited for.
 
+        Returns or raises when none is under way any more: a late write would hit what comes after it.
+
         Args:
             on_bytes: called with the bytes of each read that completed.
 
         Raises:
-            SyncError: a peer is gone or refuses; the message names its rank.
+            ReadFailedError: a peer is gone or refuses; the message names its rank.
+            StallError: no read completed for the context's stall timeout; its destination cannot be trusted again.
         """
 
     @abstractmethod

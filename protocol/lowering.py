@@ -140,6 +140,32 @@ def join_runs(source: Ints, target: Ints, nbytes: Ints) -> tuple[Ints, Ints, Int
     return source[first], target[first], np.add.reduceat(nbytes, first)
 
 
+def clip_runs(
+    source: Ints, target: Ints, nbytes: Ints, wanted_target: Ints, wanted_nbytes: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """The parts of runs whose target bytes are wanted, in target order.
+
+    Args:
+        source, target, nbytes: runs that do not overlap in the target.
+        wanted_target, wanted_nbytes: stretches of the target that do not overlap each other.
+
+    >>> clip_runs(np.array([100]), np.array([0]), np.array([10]), np.array([6, 2]), np.array([9, 1]))
+    (array([102, 106]), array([2, 6]), array([1, 4]))
+    """
+    order = np.argsort(wanted_target, kind="stable")
+    begins, ends = wanted_target[order], (wanted_target + wanted_nbytes)[order]
+    order = np.argsort(target, kind="stable")
+    source, target, nbytes = source[order], target[order], nbytes[order]
+    first = np.searchsorted(ends, target, side="right")
+    last = np.searchsorted(begins, target + nbytes, side="left")
+    hits = np.maximum(last - first, 0)
+    run = np.repeat(np.arange(len(target)), hits)
+    wanted = np.arange(len(run)) - np.repeat(np.cumsum(hits) - hits, hits) + np.repeat(first, hits)
+    start = np.maximum(target[run], begins[wanted])
+    end = np.minimum((target + nbytes)[run], ends[wanted])
+    return source[run] + (start - target[run]), start, end - start
+
+
 def run_statistics(runs: Iterable[SegmentRuns]) -> RunStatistics:
     """Counts over all pairs of ranks."""
     runs = list(runs)

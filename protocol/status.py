@@ -45,6 +45,9 @@ class SyncReport(_Report):
     gbytes_per_second: float = Field(description="bytes / seconds / 1e9")
     installed: list[str]
     evicted: list[str]
+    lost_ranks: list[int] = Field(
+        default_factory=list, description="trainer ranks that died and whose part came from other ranks"
+    )
     workers: dict[str, WorkerPull]
 
 

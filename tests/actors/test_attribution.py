@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightsync.actors.attribution import explain_epoch
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.protocol.ledger import LedgerSnapshot, SyncState, Wait
-from weightsync.protocol.messages import ConsumerState, PullStats
+from weightsync.protocol.messages import ConsumerState, LayoutSnapshot, PublishMode, PullStats
 
 
 def member(worker: str, cid: int, install: str = "shadow", **more: object) -> ConsumerMember:
@@ -15,6 +15,11 @@ def member(worker: str, cid: int, install: str = "shadow", **more: object) -> Co
     return made
 
 
+def layout(world: int) -> LayoutSnapshot:
+    """Of `world` ranks; what they hold is nobody's business here."""
+    return LayoutSnapshot(1, PublishMode.LIVE, "nixl", (), (), (), (None,) * world, (), 1)  # type: ignore[arg-type]
+
+
 def ledger(unfreed: dict[int, tuple[int, ...]], epoch: int = 4) -> LedgerSnapshot:
     return LedgerSnapshot(SyncState.OPEN, epoch, (0, 1), unfreed, (Wait("x", 1.0),), 7.25)
 
@@ -22,7 +27,8 @@ def ledger(unfreed: dict[int, tuple[int, ...]], epoch: int = 4) -> LedgerSnapsho
 def explain(
     consumers: list[ConsumerMember], ranks: dict[int, LedgerSnapshot | str], pulled: tuple[int, ...] = ()
 ) -> str:
-    epoch = Epoch(4, 9, frozenset(ranks), {c.consumer_id: c.worker for c in consumers})
+    epoch = Epoch(4, 9, layout(len(ranks)), {c.consumer_id: c.worker for c in consumers})
+    epoch.ranks = set(ranks)
     epoch.pulled = {cid: PullStats(1, 1, 0.1, {}) for cid in pulled}
     return "\n".join(explain_epoch(epoch, {c.consumer_id: c for c in consumers}, ranks, now=100.0))
 

@@ -47,8 +47,14 @@ class FaultyTrainer:
     """A trainer rank that says where its processes are, and may raise while it gathers."""
 
     def __init__(self, service: str, rank: int, world: int, mode: str = "live") -> None:
-        self._source = _GatheringRows(rank, world) if mode == "staged" else RowSource(model(0), rank, world)
-        self._publisher = Publisher(service, rank, world, self._source, mode=mode)
+        """In mode "hsdp" ranks 2i and 2i + 1 hold the same rows."""
+        if mode == "staged":
+            self._source: RowSource = _GatheringRows(rank, world)
+        elif mode == "hsdp":
+            self._source = RowSource(model(0), rank // 2, world // 2)
+        else:
+            self._source = RowSource(model(0), rank, world)
+        self._publisher = Publisher(service, rank, world, self._source, mode="staged" if mode == "staged" else "live")
 
     def publish(self, version: int, timeout: float = 30.0) -> tuple[SyncReport, float]:
         """(report, seconds `publish` took)."""

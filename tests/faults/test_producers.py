@@ -53,6 +53,63 @@ def test_a_trainer_killed_in_a_sync_aborts_it_naming_what_is_lost(scene: BuildSc
         s.check_sync(["w0", "w1"])
 
 
+@pytest.mark.parametrize(
+    ("moment", "transport"),
+    [
+        ("pulling", "nixl"),
+        ("freeing", "nixl"),
+        pytest.param("starting", "nixl", marks=pytest.mark.slow),
+        pytest.param("pulling", "object_store", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainer_killed_in_a_sync_is_replaced_by_those_that_hold_the_same(
+    scene: BuildScene, moment: str, transport: str
+) -> None:
+    s = scene(trainers=4, mode="hsdp", transport=transport)
+    for worker in s.workers.values():
+        ray.get(worker.hold_at.remote(moment))
+    pid = ray.get(s.trainers[1].pid.remote())
+    publishing = s.publish()
+    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+    kill(pid)
+    died = time.monotonic()
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    for rank in (0, 2, 3):
+        report, _ = ray.get(publishing[rank], timeout=QUICK_S)
+        assert (report.installed, report.evicted, report.lost_ranks) == (["w0", "w1"], [], [1])
+    assert time.monotonic() - died < QUICK_S
+    for worker in s.workers.values():
+        assert ray.get(worker.sync.remote(s.version)) == s.version
+        assert ray.get(worker.holds.remote(s.version))
+    s.replace_trainer(1)
+    for _ in range(3):
+        assert s.check_sync(["w0", "w1"]).lost_ranks == []
+
+
+@pytest.mark.slow
+def test_both_holders_of_a_part_killed_abort(scene: BuildScene) -> None:
+    s = scene(trainers=4, mode="hsdp", transport="nixl")
+    before = s.version
+    for worker in s.workers.values():
+        ray.get(worker.hold_at.remote("pulling"))
+    pids = ray.get([s.trainers[rank].pid.remote() for rank in (0, 1)])
+    publishing = s.publish()
+    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+    for pid in pids:
+        kill(pid)
+    for rank in (2, 3):
+        error = _raised(publishing[rank])
+        assert isinstance(error, SyncAborted)
+        assert "its producer died" in str(error)
+        assert "'embed.weight' (0, 0)..(18, 16) and " in str(error)
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    assert all(ray.get([w.holds.remote(before) for w in s.workers.values()]))
+    for rank in (0, 1):
+        s.replace_trainer(rank)
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
 @pytest.mark.slow
 def test_a_trainer_that_raises_while_gathering_releases_every_rank_with_that_error(scene: BuildScene) -> None:
     s = scene(mode="staged")

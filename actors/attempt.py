@@ -1,0 +1,62 @@
+"""One worker's attempt at one epoch: what a pull tells the registry, and asks it when a rank does not answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from weightsync.actors.spawn import call
+from weightsync.actors.transport import ReadContext
+
+_PROGRESS_PERIOD_S = 0.1
+
+
+class Attempt:
+    """The running attempt, as a pull sees it.
+
+    Args:
+        registry: the service's registry.
+        consumer_id, token: who pulls.
+        epoch, version: what it pulls.
+        stall_timeout_s: how long a read may stand still.
+    """
+
+    def __init__(
+        self, registry: Any, consumer_id: int, token: str, epoch: int, version: int, stall_timeout_s: float
+    ) -> None:
+        self.context = ReadContext(epoch, consumer_id, stall_timeout_s)
+        self.version = version
+        self._registry = registry
+        self._signature = (consumer_id, token, epoch)
+        self._done = 0
+        self._what = ""
+        self._told_at = 0.0
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._done
+
+    def moved(self, nbytes: int) -> None:
+        """Bytes came in; the registry hears of it a few times a second at most."""
+        self._done += nbytes
+        self._tell()
+
+    def waiting(self, what: str) -> None:
+        """What the pull waits for now, in words."""
+        self._what = what
+        self._tell()
+
+    def rank_failed(self, rank: int) -> bool:
+        """A rank did not answer. True if it is gone and the epoch goes on without it, False if it is a member still.
+
+        Raises:
+            SyncAborted, StaleEpochError: the epoch does not go on, or not for this worker.
+        """
+        gone: bool = call(self._registry.outlives.remote(*self._signature, rank))
+        return gone
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= _PROGRESS_PERIOD_S:
+            self._told_at = now
+            self._registry.progress.remote(*self._signature, self._done, self._what)
