@@ -27,7 +27,9 @@ def explain_epoch(
         producers: rank -> its ledger, or why it does not answer.
         now: on the clock that `ConsumerMember.moved_at` is on.
     """
-    lines = [_consumer_line(consumers[cid], now) for cid in epoch.live if cid not in epoch.pulled and cid in consumers]
+    lines = [
+        explain_consumer(consumers[cid], now) for cid in epoch.live if cid not in epoch.pulled and cid in consumers
+    ]
     lines += [
         _producer_line(rank, producers.get(rank, "it is not registered"), epoch, consumers)
         for rank in sorted(epoch.ranks - epoch.ended)
@@ -38,7 +40,8 @@ def explain_epoch(
     return lines
 
 
-def _consumer_line(member: ConsumerMember, now: float) -> str:
+def explain_consumer(member: ConsumerMember, now: float) -> str:
+    """What a worker that has not finished waits for."""
     quiet = f"last moved {now - member.moved_at:.1f} s ago"
     if member.state is not ConsumerState.PULLING:
         waits = "its `sync` call, to write in place" if member.writes_live else "its follower to begin"

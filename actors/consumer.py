@@ -318,19 +318,19 @@ class ConsumerAgent:
             return
         try:
             stats = self._pull_version(begin)
-            committed = call(self._registry.pulled.remote(*self._me, begin.epoch, stats))
+            refusal = call(self._registry.pulled.remote(*self._me, begin.epoch, stats))
         except (SyncError, ray.exceptions.RayError) as error:
             self._attempt_failed(begin, error)
             return
         with self._cond:
             self._writing = False
-            if committed:
+            if refusal is None:
                 self._staged, self.last_pull, self._error = begin.version, stats, None
             else:
                 self._torn = self._torn or self._install is InstallMode.IN_PLACE
                 self._failed_version = begin.version
                 self._error = SyncAborted(
-                    f"version {begin.version} (epoch {begin.epoch}) was aborted; worker {self._worker!r} keeps "
+                    f"version {begin.version} (epoch {begin.epoch}) {refusal}; worker {self._worker!r} keeps "
                     f"version {self._version}" + (" but is torn until the next sync" if self._torn else "")
                 )
             self._cond.notify_all()

@@ -83,6 +83,8 @@ class Epoch:
     error: str | None = None
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float | None = None
+    moved_at: float = field(default_factory=time.monotonic)
+    """When a member last finished its part."""
 
     @property
     def open(self) -> bool:
@@ -108,6 +110,12 @@ class Epoch:
         self.pulled.pop(consumer_id, None)
         self.evicted[worker] = reason
         return True
+
+    def refusal(self, member: ConsumerMember) -> str | None:
+        """Why a consumer that pulled may not install, once that is known; None if it may."""
+        if member.consumer_id not in self.live:
+            return f"was committed without worker {member.worker!r}: {self.evicted.get(member.worker, 'it left')}"
+        return None if self.state is EpochState.COMMITTED else f"was aborted: {self.error}"
 
     def close(self, state: EpochState, error: str | None = None) -> None:
         if not self.open:

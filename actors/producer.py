@@ -132,6 +132,12 @@ class Producer:
         """Give the running epoch up; every waiter raises `SyncAborted` with this message."""
         self._ledger.fail(SyncAborted(message))
 
+    def touch(self, epoch: int) -> None:
+        """Somebody in this epoch makes progress that a one-sided read hides from here."""
+        with self._ledger.locked():
+            if epoch == self._ledger.epoch:
+                self._ledger.touch()
+
     # -- the consumers' side --------------------------------------------------------------------------
 
     def free_group(self, group: int, consumer_id: int, epoch: int) -> bool:

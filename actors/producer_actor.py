@@ -121,6 +121,11 @@ class ProducerActor:
     def fail(self, message: str) -> None:
         self._producer.fail(message)
 
+    @ray.method(concurrency_group="control")
+    def touch(self, epoch: int) -> None:
+        """Consumers of this epoch move, though nothing of it is seen here."""
+        self._producer.touch(epoch)
+
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
         """Parked until the producer closes; its caller learns of this actor's death at once."""

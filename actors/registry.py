@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
 
-from weightsync.actors.attribution import explain_epoch
+from weightsync.actors.attribution import explain_consumer, explain_epoch
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.actors.gathering import Gathering, check_version
 from weightsync.actors.lifelines import LifelineServer
@@ -60,6 +61,9 @@ RECOVERY_S = 1.0
 """After a restart, workers get this long to be members again before a publish opens without them; they notice at
 once and retry every 0.2 s."""
 _SNAPSHOT_TIMEOUT_S = 2.0
+_PATIENCE = 0.8
+"""Of the stall timeout, after which the registry evicts a member that does not move; the producers' own watchdogs
+fire after all of it and give the whole sync up, so they must come second."""
 _DEATH_NOTICED_S = 2.0
 """A parked watch tells of a death within 15 ms; a rank that is a member for longer is alive but out of reach."""
 
@@ -121,9 +125,7 @@ class Registry:
             await self._notify()
             raise
         self._catch_up(known)
-        task = asyncio.create_task(self._watch(registration.rank, member))
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
+        self._run(self._watch(registration.rank, member))
         await self._notify()
         return ProducerGrant(member.token, self._producers.generation)
 
@@ -189,12 +191,9 @@ class Registry:
         self._check_rank(rank, token)
         running = self._running(epoch)
         running.ended.add(rank)
+        running.moved_at = time.monotonic()
         await self._settle()
-        await self._wait(
-            lambda: not running.open,
-            time.monotonic() + self._options.stall_timeout_s,
-            lambda: ", ".join(running.waiting_for()),
-        )
+        await self._wait(lambda: not running.open)
         if running.state is EpochState.ABORTED:
             raise SyncAborted(self._aborted_text(running))
         return running.report(self._options.service)
@@ -334,25 +333,22 @@ class Registry:
                 member.moved_at = time.monotonic()
             member.bytes_done, member.waits_for = bytes_done, waits_for
 
-    async def pulled(self, consumer_id: int, token: str, epoch: int, stats: PullStats) -> bool:
-        """A worker holds the complete version; wait for the outcome. True: committed, it may install."""
+    async def pulled(self, consumer_id: int, token: str, epoch: int, stats: PullStats) -> str | None:
+        """A worker holds the complete version; wait for the outcome. None: committed, it may install; else why not."""
         member = self._check_consumer(consumer_id, token)
         running = self._epoch
         if running is None or running.epoch != epoch or not running.open or consumer_id not in running.live:
             member.state = ConsumerState.IDLE
-            return False
+            return running.refusal(member) if running is not None and running.epoch == epoch else "its epoch is over"
         running.pulled[consumer_id] = stats
+        running.moved_at = time.monotonic()
         member.state, member.bytes_done = ConsumerState.PULLED, member.bytes_total
         await self._settle()
-        await self._wait(
-            lambda: not running.open or consumer_id not in running.live,
-            time.monotonic() + self._options.stall_timeout_s,
-            lambda: ", ".join(running.waiting_for()),
-        )
-        committed = running.state is EpochState.COMMITTED and consumer_id in running.live
-        member.state, member.torn = ConsumerState.IDLE, not committed and member.writes_live
-        member.staged_version = running.version if committed else None
-        return committed
+        await self._wait(lambda: not running.open or consumer_id not in running.live)
+        refusal = running.refusal(member)
+        member.state, member.torn = ConsumerState.IDLE, refusal is not None and member.writes_live
+        member.staged_version = running.version if refusal is None else None
+        return refusal
 
     async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str) -> None:
         """A worker's own attempt failed; survivors go on without it."""
@@ -480,6 +476,7 @@ class Registry:
             raise SyncAborted(f"a producer could not open epoch {epoch.epoch}: {error}") from error
         epoch.begin_seconds = time.monotonic() - started
         self._epoch, self._gathering, gathering.opened = epoch, None, epoch
+        self._run(self._guard(epoch))
         await self._notify()
 
     async def _wait_for_consumers(self, deadline: float) -> None:
@@ -571,7 +568,35 @@ class Registry:
         if self._producers.members.get(rank) is member and not self._closing:
             await self._drop_producer(rank, why)
 
+    async def _guard(self, epoch: Epoch) -> None:
+        """The stall watchdog of one epoch: whoever holds up others that move is evicted; if nothing moves, it aborts.
+
+        Producers have one too, of the whole timeout, and cannot see one-sided reads: they are told that bytes move.
+        """
+        patience_s = _PATIENCE * self._options.stall_timeout_s
+        told_at = epoch.opened_at
+        while epoch.open:
+            await asyncio.sleep(min(1.0, patience_s / 10))
+            now, outstanding = time.monotonic(), [c for c in epoch.live if c not in epoch.pulled]
+            moved_at = {c: max(self._consumers.members[c].moved_at, epoch.opened_at) for c in outstanding}
+            if max(moved_at.values(), default=0.0) > told_at and now - told_at > patience_s / 4:
+                told_at = now
+                for member in self._producers.members.values():
+                    member.actor.touch.remote(epoch.epoch)
+            stalled = [c for c in outstanding if now - moved_at[c] > patience_s]
+            if stalled and len(stalled) < len(epoch.live):
+                for consumer in [self._consumers.members[c] for c in stalled]:
+                    await self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
+            elif len(stalled) == len(epoch.live) or (not outstanding and now - epoch.moved_at > patience_s):
+                await self._abort(f"nothing moved for {patience_s:g} s: {'; '.join(await self.why())}")
+
     # -- inside: small things -------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let it run until it ends, or the service closes."""
+        task = asyncio.create_task(work)
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
 
     def _layout(self) -> LayoutSnapshot:
         layout = self._producers.layout
@@ -608,8 +633,11 @@ class Registry:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _wait(self, done: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
-        """Park until `done()`; every change of state re-evaluates it.
+    async def _wait(
+        self, done: Callable[[], bool], deadline: float = math.inf, what: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Park until `done()`; every change of state re-evaluates it. Without a deadline something else must end it:
+        the outcome of an epoch comes at the latest from its watchdog.
 
         Raises:
             StallError: the deadline passed first.
@@ -620,7 +648,7 @@ class Registry:
                 if remaining <= 0:
                     raise StallError(f"waited in vain for {what()}")
                 try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
+                    await asyncio.wait_for(self._changed.wait(), None if remaining == math.inf else remaining)
                 except TimeoutError:
                     continue
 

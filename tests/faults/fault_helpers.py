@@ -147,6 +147,18 @@ class FaultyWorker:
 
         return held
 
+    def slow_down(self, seconds: float) -> None:
+        """The next pull takes this long for each gather group, as over a slow link."""
+        pull = self._subscriber._agent._pull
+        assert pull is not None
+        original = pull._read_group  # type: ignore[union-attr]
+
+        def slow(group: int, attempt: Any) -> None:
+            time.sleep(seconds)
+            original(group, attempt)
+
+        pull._read_group = slow  # type: ignore[union-attr,method-assign]
+
     def break_next_pull(self) -> None:
         """The next read fails as if the link had; the ones after it work."""
         pull = self._subscriber._agent._pull

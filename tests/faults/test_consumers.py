@@ -121,6 +121,46 @@ def test_a_stopped_worker_is_evicted_by_its_lease_and_fenced_when_it_goes_on(sce
         s.check_sync(["w0", "w1"])
 
 
+def test_a_worker_that_stands_still_is_evicted_long_before_its_lease_and_fenced(scene: BuildScene) -> None:
+    s = scene(stall_timeout_s=4.0)
+    ray.get(s.workers["w1"].hold_at.remote("pulling"))
+    report, seconds = ray.get(s.publish())[0]
+    assert seconds < 4.0 + QUICK_S
+    assert (report.installed, report.evicted) == (["w0"], ["w1"])
+    ray.get(s.workers["w1"].go_on.remote())
+    without = f"version {s.version} .* was committed without worker 'w1': it stalled: worker w1 is pulling: 0 of 4016"
+    with pytest.raises(ray.exceptions.RayTaskError, match=without):
+        ray.get(s.workers["w1"].sync.remote(s.version, 10.0))
+    assert ray.get(s.workers["w1"].state.remote()) == (s.version - 1, True)
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+def test_when_nobody_moves_the_sync_is_given_up_saying_who_waits_for_whom(scene: BuildScene) -> None:
+    s = scene(stall_timeout_s=4.0)
+    for worker in s.workers.values():
+        ray.get(worker.hold_at.remote("pulling"))
+    publishing = s.publish()
+    for publish in publishing:
+        nothing = r"nothing moved for 3.2 s: worker w0 is pulling: 0 of 4016 bytes"
+        with pytest.raises(ray.exceptions.RayTaskError, match=nothing) as stalled:
+            ray.get(publish, timeout=4.0 + QUICK_S)
+        assert "trainer rank 1 waits for free signals: group 0 by worker w0, worker w1;" in str(stalled.value)
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+def test_a_slow_sync_that_moves_trips_no_watchdog(scene: BuildScene) -> None:
+    s = scene(stall_timeout_s=4.0)
+    ray.get([w.slow_down.remote(1.2) for w in s.workers.values()])
+    publishing = s.publish()
+    _, seconds = ray.get(publishing, timeout=30)[0]
+    assert seconds > 4 * 1.2, "slower than the watchdog's timeout"
+    assert ray.get([w.sync.remote(s.version) for w in s.workers.values()]) == [s.version] * 2
+    assert all(ray.get([w.holds.remote(s.version) for w in s.workers.values()]))
+
+
 def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(scene: BuildScene) -> None:
     s = scene()
     ray.get(s.workers["w1"].hold_at.remote("pulling"))
