@@ -10,8 +10,9 @@ boundary at which a version becomes visible.
               engine; a pull that fails after it began leaves the worker torn, hence not ready, until a whole
               pull succeeds.
 
-The thing to watch: nothing is flipped before the registry's commit, and never while a pull writes the shadow.
-A staged version that was not applied before the next pull begins is superseded by it.
+If the engine can be paused it is, for the flip or the pull in place, however these end. The thing to watch: nothing
+is flipped before the registry's commit, and never while a pull writes the shadow. A staged version that was not
+applied before the next pull begins is superseded by it, and so is the version before, which the flip left there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from weightsync.actors.interfaces import WeightTarget
 from weightsync.actors.lifelines import Lifeline
 from weightsync.actors.live_pull import LivePull
 from weightsync.actors.options import RegistryOptions
+from weightsync.actors.pause import PausableEngine, PauseBracket
 from weightsync.actors.spawn import await_registry, call, this_node
 from weightsync.actors.staged_pull import StagedPull
 from weightsync.actors.transport import Peer, Transport, create_transport
@@ -58,15 +60,25 @@ class ConsumerAgent:
         worker: the worker's name, unique in the service; a new process under a known name replaces it.
         target: the worker's weights.
         install: shadow or in_place.
+        engine: paused while its weights change; None if it computes only between `sync` calls.
     """
 
-    def __init__(self, registry: Any, worker: str, target: WeightTarget, install: InstallMode) -> None:
+    def __init__(
+        self,
+        registry: Any,
+        worker: str,
+        target: WeightTarget,
+        install: InstallMode,
+        engine: PausableEngine | None = None,
+    ) -> None:
         self._registry = registry
         self._worker = worker
         self._target = target
         self._install = install
         self._options: RegistryOptions = call(registry.options.remote())
         self._version: int | None = None
+        self._previous: int | None = None
+        """The version that lies in the shadow since the last flip."""
         self._last_epoch = 0
         self._join()
         self._transport: Transport | None = None
@@ -77,6 +89,7 @@ class ConsumerAgent:
         self._cond = threading.Condition()
         self._staged: int | None = None
         self._torn = False
+        self.pauses = PauseBracket(engine, lambda: not self._torn) if engine is not None else None
         self._callers = 0
         self._writing = False
         self._error: WeightsyncError | None = None
@@ -132,6 +145,30 @@ class ConsumerAgent:
             assert self._version is not None
             return self._version
 
+    def rollback(self) -> int:
+        """Make the version before visible again, and return it.
+
+        Raises:
+            SyncError: it is not there any more, or never was; the message says why.
+        """
+        with self._cond:
+            if self._previous is None:
+                raise SyncError(
+                    f"worker {self._worker!r} cannot roll back from version {self._version}: {self._no_way_back()}"
+                )
+            self._staged, self._previous = self._previous, None
+            self._flip()
+            self._previous = None  # one step only: forward again is the next version
+            assert self._version is not None
+            return self._version
+
+    def _no_way_back(self) -> str:
+        if self._install is InstallMode.IN_PLACE:
+            return "in_place writes over it; use install='shadow'"
+        if self._writing or self._staged is not None:
+            return "a newer one is pulled into its place"
+        return "it holds no version before that"
+
     def close(self) -> None:
         """Leave the service and release memory and registrations. Idempotent."""
         with self._cond:
@@ -149,19 +186,33 @@ class ConsumerAgent:
             self._pull.close()
         if self._transport is not None:
             self._transport.close()
+        if self.pauses is not None:
+            self.pauses.close()
 
     # -- installing, under the condition --------------------------------------------------------------
 
     def _apply(self, wanted: int | None) -> bool:
         """Flip a staged version in if there is one; True if what is installed satisfies the caller."""
         if self._staged is not None and not self._writing:
-            assert self._destinations is not None
-            self._destinations.flip()
-            self._version, self._staged, self._torn = self._staged, None, False
-            self._registry.installed.remote(*self._me, self._version)
+            self._flip()
         if self._version is None or self._torn:
             return False
         return wanted is None or self._version >= wanted
+
+    def _flip(self) -> None:
+        """What is staged becomes what requests see, together with its number."""
+        assert self._destinations is not None
+        with self._engine_held():
+            self._destinations.flip()
+            self._previous = self._version if self._install is InstallMode.SHADOW else None
+            self._version, self._staged, self._torn = self._staged, None, False
+        self._registry.installed.remote(*self._me, self._version)
+
+    def _engine_held(self) -> contextlib.AbstractContextManager[None]:
+        """The engine at a step boundary. Whoever holds it here lets go in any case, so the lease is only a bound."""
+        if self.pauses is None:
+            return contextlib.nullcontext()
+        return self.pauses.held("install", self._options.stall_timeout_s)
 
     def _error_for(self, wanted: int | None) -> WeightsyncError | None:
         """The error that ends a wait for `wanted`: a failed plan, or a failed attempt at it or a newer one."""
@@ -316,6 +367,11 @@ class ConsumerAgent:
             return
         if not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
             return
+        in_place = self._install is InstallMode.IN_PLACE
+        with self._engine_held() if in_place else contextlib.nullcontext():
+            self._take_part(begin)
+
+    def _take_part(self, begin: EpochBegin) -> None:
         try:
             stats = self._pull_version(begin)
             refusal = call(self._registry.pulled.remote(*self._me, begin.epoch, stats))
@@ -326,6 +382,8 @@ class ConsumerAgent:
             self._writing = False
             if refusal is None:
                 self._staged, self.last_pull, self._error = begin.version, stats, None
+                if self._install is InstallMode.IN_PLACE:
+                    self._flip()
             else:
                 self._torn = self._torn or self._install is InstallMode.IN_PLACE
                 self._failed_version = begin.version
@@ -349,7 +407,7 @@ class ConsumerAgent:
 
     def _pull_version(self, begin: EpochBegin) -> PullStats:
         with self._cond:
-            self._writing, self._staged = True, None
+            self._writing, self._staged, self._previous = True, None, None
             if self._install is InstallMode.IN_PLACE:
                 self._torn = True
         assert self._pull is not None

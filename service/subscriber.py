@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightsync.actors.consumer import ConsumerAgent
 from weightsync.actors.interfaces import WeightTarget
+from weightsync.actors.pause import PausableEngine, PauseBracket
 from weightsync.actors.spawn import call
 from weightsync.protocol.messages import InstallMode, PullStats
 from weightsync.service.api import ServiceHandle, connect
@@ -20,6 +21,8 @@ class Subscriber:
         install: `shadow` pulls beside the live weights in the background and swaps inside `sync`; `in_place`
             pulls into the live weights during `sync`, which needs no extra memory, but a failed pull leaves the
             worker not ready until the next whole one.
+        engine: paused while its weights change, and resumed whatever happens; None if it computes nothing while
+            `sync` runs, as an engine that calls `sync` between two steps.
 
     Raises:
         ServiceNotFoundError: no such service.
@@ -37,6 +40,7 @@ class Subscriber:
         worker: str,
         target: WeightTarget,
         install: str | InstallMode = InstallMode.SHADOW,
+        engine: PausableEngine | None = None,
     ) -> None:
         try:
             mode = InstallMode(install)
@@ -44,7 +48,7 @@ class Subscriber:
             raise ValueError(f"install must be one of {[m.value for m in InstallMode]}, got {install!r}") from None
         handle = connect(service) if isinstance(service, str) else service
         self._stall_timeout_s = call(handle.registry.options.remote()).stall_timeout_s
-        self._agent = ConsumerAgent(handle.registry, worker, target, mode)
+        self._agent = ConsumerAgent(handle.registry, worker, target, mode, engine)
 
     def sync(self, version: int | None = None, timeout: float | None = None) -> int:
         """Make a newer version visible; call it where no request is being computed.
@@ -62,6 +66,40 @@ class Subscriber:
             SyncAborted, SyncError, PlanError: the attempt failed; the worker keeps what it had.
         """
         return self._agent.sync(version, self._stall_timeout_s if timeout is None else timeout)
+
+    def rollback(self) -> int:
+        """Make the version before visible again (shadow mode), until the next `sync` finds a newer one.
+
+        It lies beside the live weights from one install to the next pull, so this works once, and only while no
+        newer version is on its way. Call it where no request is being computed.
+
+        Returns:
+            The version that requests see now.
+
+        Raises:
+            SyncError: the version before is not there any more, or never was; the message says why.
+        """
+        return self._agent.rollback()
+
+    def pause(self, lease_s: float = 30.0) -> None:
+        """Hold the engine at a step boundary until `resume`, or until the lease runs out: call again to renew it.
+
+        Args:
+            lease_s: seconds after which the engine goes on by itself, in case the caller dies.
+
+        Raises:
+            ValueError: this subscriber was given no engine, or the lease is not positive.
+        """
+        self._pauses().hold("caller", lease_s)
+
+    def resume(self) -> None:
+        """Let the engine go on; it does unless an install holds it, or its weights are torn. Idempotent."""
+        self._pauses().release("caller")
+
+    def _pauses(self) -> PauseBracket:
+        if self._agent.pauses is None:
+            raise ValueError("this Subscriber has no engine to pause; give it one: Subscriber(..., engine=...)")
+        return self._agent.pauses
 
     @property
     def version(self) -> int | None:

@@ -76,13 +76,49 @@ class FaultyTrainer:
         self._publisher.close()
 
 
+class _Engine:
+    """Counts its pauses."""
+
+    def __init__(self) -> None:
+        self.paused, self.pauses = False, 0
+
+    def pause(self) -> None:
+        assert not self.paused
+        self.paused, self.pauses = True, self.pauses + 1
+
+    def resume(self) -> None:
+        assert self.paused
+        self.paused = False
+
+
+@ray.remote(num_cpus=0)
+class PausingDriver:
+    """A driver that holds a worker's engine for as long as it lives."""
+
+    def __init__(self, worker: Any, lease_s: float) -> None:
+        self._worker, self._lease_s = worker, lease_s
+        ray.get(worker.pause.remote(lease_s))
+        threading.Thread(target=self._renew, daemon=True).start()
+
+    def _renew(self) -> None:
+        while True:
+            time.sleep(self._lease_s / 4)
+            ray.get(self._worker.pause.remote(self._lease_s))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 @ray.remote(num_cpus=0, max_concurrency=4)
 class FaultyWorker:
     """A worker whose follower can be held at a point of the next pull: "pulling", "freeing" or "starting"."""
 
     def __init__(self, service: str, name: str, install: str = "shadow") -> None:
         self._tensors = {n: torch.zeros_like(t) for n, t in model(0).items()}
-        self._subscriber = Subscriber(service, name, StateDictTarget(self._tensors), install=install)
+        self._engine = _Engine()
+        self._subscriber = Subscriber(
+            service, name, StateDictTarget(self._tensors), install=install, engine=self._engine
+        )
         self._reached = threading.Event()
         self._go_on = threading.Event()
 
@@ -158,6 +194,19 @@ class FaultyWorker:
             original(group, attempt)
 
         pull._read_group = slow  # type: ignore[union-attr,method-assign]
+
+    def pause(self, lease_s: float) -> None:
+        self._subscriber.pause(lease_s)
+
+    def resume(self) -> None:
+        self._subscriber.resume()
+
+    def rollback(self) -> int:
+        return self._subscriber.rollback()
+
+    def engine(self) -> tuple[bool, int]:
+        """(whether it is paused, how often it was)."""
+        return self._engine.paused, self._engine.pauses
 
     def break_next_pull(self) -> None:
         """The next read fails as if the link had; the ones after it work."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import ray
-from fault_helpers import Scene, kill
+from fault_helpers import PausingDriver, Scene, kill
 
 from weightsync.protocol.errors import SyncError
 
@@ -159,6 +159,52 @@ def test_a_slow_sync_that_moves_trips_no_watchdog(scene: BuildScene) -> None:
     assert seconds > 4 * 1.2, "slower than the watchdog's timeout"
     assert ray.get([w.sync.remote(s.version) for w in s.workers.values()]) == [s.version] * 2
     assert all(ray.get([w.holds.remote(s.version) for w in s.workers.values()]))
+
+
+def test_an_engine_paused_by_a_driver_that_dies_goes_on_by_itself(scene: BuildScene) -> None:
+    s = scene(workers=1)
+    worker, lease_s = s.workers["w0"], 2.0
+    driver = PausingDriver.remote(worker, lease_s)
+    pid = ray.get(driver.pid.remote())
+    time.sleep(1.5 * lease_s)
+    assert ray.get(worker.engine.remote())[0], "the driver renews its lease"
+    s.check_sync(["w0"])
+    assert ray.get(worker.engine.remote())[0], "an install does not end somebody else's pause"
+    kill(pid)
+    died = time.monotonic()
+    while ray.get(worker.engine.remote())[0]:
+        assert time.monotonic() - died < lease_s + QUICK_S
+        time.sleep(0.05)
+    for _ in range(3):
+        s.check_sync(["w0"])
+    assert not ray.get(worker.engine.remote())[0]
+
+
+def test_an_engine_is_paused_for_an_install_only_and_stays_so_only_while_it_is_torn(scene: BuildScene) -> None:
+    s = scene(install="in_place")
+    for worker in s.workers.values():
+        paused, before = ray.get(worker.engine.remote())
+        assert not paused
+        ray.get(worker.hold_at.remote("pulling"))
+    syncing = [w.sync.remote(s.version + 1) for w in s.workers.values()]
+    publishing = s.publish()
+    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+    assert ray.get(s.workers["w0"].engine.remote()) == (True, before + 1), "held while its weights are written"
+    kill(ray.get(s.trainers[1].pid.remote()))
+    with pytest.raises(ray.exceptions.RayTaskError, match="was aborted"):
+        ray.get(publishing[0], timeout=QUICK_S)
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    for ref in syncing:
+        with pytest.raises(ray.exceptions.RayTaskError):
+            ray.get(ref, timeout=QUICK_S)
+    assert ray.get(s.workers["w0"].state.remote()) == (s.version - 1, False), "torn is not ready"
+    assert ray.get(s.workers["w0"].engine.remote())[0], "and computes nothing"
+    assert [c.ready for c in s.service.status().consumers] == [False, False]
+    s.replace_trainer(1)
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+    assert ray.get(s.workers["w0"].state.remote()) == (s.version, True)
+    assert not ray.get(s.workers["w0"].engine.remote())[0]
 
 
 def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(scene: BuildScene) -> None:

@@ -12,6 +12,7 @@ import torch
 from helpers import Trainer, Worker, equal, model
 from torch import nn
 
+from weightsync.protocol.errors import SyncError
 from weightsync.service import (
     ModuleSource,
     ModuleTarget,
@@ -234,6 +235,58 @@ def test_a_laggard_goes_straight_to_the_newest_version(service: ServiceHandle, f
         assert subscriber.sync(timeout=10) == first + 3
         assert equal(target, model(3))
         assert subscriber.sync(timeout=10) == first + 3, "nothing newer: answers at once"
+
+
+def test_a_worker_rolls_back_one_version_until_the_next_pull_begins(
+    service: ServiceHandle, fresh: Callable[[], int]
+) -> None:
+    source = {"w": torch.arange(3_000.0).reshape(30, 100).to(torch.bfloat16), "step": torch.tensor(0)}
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    memory = {name: tensor.data_ptr() for name, tensor in target.items()}
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def publish(version: int) -> None:
+        source["w"].add_(1)
+        source["step"].fill_(version)
+        kept[version] = {name: tensor.clone() for name, tensor in source.items()}
+        publisher.publish(version, timeout=20)
+
+    first = fresh()
+    with (
+        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Subscriber(service, "w0", StateDictTarget(target)) as worker,
+    ):
+        with pytest.raises(SyncError, match="cannot roll back from version None: it holds no version before that"):
+            worker.rollback()
+        publish(first)
+        assert worker.sync(first, 20) == first
+        with pytest.raises(SyncError, match="it holds no version before that"):
+            worker.rollback()
+        publish(first + 1)
+        with pytest.raises(SyncError, match="a newer one is pulled into its place"):
+            worker.rollback()
+        assert worker.sync(first + 1, 20) == first + 1
+        assert equal(target, kept[first + 1])
+
+        assert worker.rollback() == first
+        assert (worker.version, worker.ready) == (first, True)
+        assert equal(target, kept[first])
+        assert worker.sync() == first, "it is not installed again behind the caller's back"
+        with pytest.raises(SyncError, match="it holds no version before that"):
+            worker.rollback()
+        assert service.status().consumers[0].version == first
+
+        publish(first + 2)
+        assert worker.sync() == first + 2
+        assert equal(target, kept[first + 2])
+        assert worker.rollback() == first
+        assert equal(target, kept[first])
+    assert {name: tensor.data_ptr() for name, tensor in target.items()} == memory
+    with Subscriber(service, "w1", StateDictTarget(target), install="in_place") as worker:
+        with pytest.raises(SyncError, match="in_place writes over it; use install='shadow'"):
+            worker.rollback()
+        with pytest.raises(ValueError, match=r"no engine to pause; give it one: Subscriber\(\.\.\., engine="):
+            worker.pause()
 
 
 def test_a_late_joiner_is_not_ready_until_it_has_a_version(service: ServiceHandle, fresh: Callable[[], int]) -> None:
