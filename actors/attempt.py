@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsync.actors.spawn import call
 from weightsync.actors.transport import ReadContext
+from weightsync.protocol.messages import PullStats
 
 _PROGRESS_PERIOD_S = 0.1
 
@@ -26,15 +27,14 @@ class Attempt:
     ) -> None:
         self.context = ReadContext(epoch, consumer_id, stall_timeout_s)
         self.version = version
+        self.regions_verified = 0
+        self.regions_repeated = 0
         self._registry = registry
         self._signature = (consumer_id, token, epoch)
         self._done = 0
         self._what = ""
         self._told_at = 0.0
-
-    @property
-    def bytes_moved(self) -> int:
-        return self._done
+        self._started_at = time.monotonic()
 
     def moved(self, nbytes: int) -> None:
         """Bytes came in; the registry hears of it a few times a second at most."""
@@ -45,6 +45,11 @@ class Attempt:
         """What the pull waits for now, in words."""
         self._what = what
         self._tell()
+
+    def stats(self, bytes_needed: int, phases: dict[str, float]) -> PullStats:
+        """What the pull did, now that it is over."""
+        seconds = time.monotonic() - self._started_at
+        return PullStats(self._done, bytes_needed, seconds, phases, self.regions_verified, self.regions_repeated)
 
     def rank_failed(self, rank: int) -> bool:
         """A rank did not answer. True if it is gone and the epoch goes on without it, False if it is a member still.

@@ -29,6 +29,7 @@ import ray
 
 from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations, distinct_copies
+from weightsync.actors.digests import DigestMismatchError
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.actors.lifelines import Lifeline
 from weightsync.actors.live_pull import LivePull
@@ -340,7 +341,7 @@ class ConsumerAgent:
             Peer(rank, rank, producer.agent_metadata, actor)
             for rank, (producer, actor) in enumerate(zip(layout.producers, actors, strict=True))
         ]
-        common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id)
+        common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id, self._options.verify)
         if layout.mode is PublishMode.STAGED:
             return StagedPull(*common, self._options.num_serve_buffers)
         for peer in peers:
@@ -420,7 +421,8 @@ class ConsumerAgent:
         with self._cond:
             self._writing, self._error, self._failed_version = False, failure, begin.version
             self._cond.notify_all()
-        call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure)))
+        everyone = isinstance(failure, DigestMismatchError)  # wrong at its source, for all we know
+        call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure), everyone))
 
 
 def _loader_error(worker: str, error: Exception) -> WeightsyncError:

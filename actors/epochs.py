@@ -148,11 +148,13 @@ class Epoch:
                 bytes_needed=stats.bytes_needed,
                 seconds=stats.seconds,
                 phases=stats.phases,
+                regions_verified=stats.regions_verified,
+                regions_repeated=stats.regions_repeated,
             )
             for cid, stats in self.pulled.items()
         }
         phases = {"begin": self.begin_seconds}
-        for phase in ("pull", "scatter", "free"):
+        for phase in ("pull", "scatter", "verify", "free"):
             phases[phase] = max((w.phases.get(phase, 0.0) for w in workers.values()), default=0.0)
         phases["commit"] = max(0.0, self.seconds - sum(phases.values()))
         nbytes = sum(w.bytes_wire for w in workers.values())

@@ -2,7 +2,8 @@
 
 Planned once per layout (`Landings`), one prepared read for each gather group and producer. A version then only
 posts those. If a rank is lost while others hold what it held, its reads are replaced by reads from them and the
-sync goes on. The thing to watch: a free signal follows the last read of the group it frees, never precedes it.
+sync goes on; so are, once, reads whose bytes have the wrong digest. The thing to watch: a free signal follows the
+last read of the group it frees, never precedes it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations
+from weightsync.actors.digests import Regions, Verify, differing, mismatch
 from weightsync.actors.landings import Landings, RankRuns
 from weightsync.actors.transport import Peer, PreparedRead, ReadFailedError, Transport
 from weightsync.protocol.copies import RecordedCopy
@@ -48,6 +50,7 @@ class LivePull:
         transport: this worker's transport, connected to `peers`.
         peers: per rank, where its memory is.
         consumer_id: consumers take turns among exact replicas of a shard.
+        verify: which digests are checked after the reads.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class LivePull:
         transport: Transport,
         peers: Sequence[Peer],
         consumer_id: int,
+        verify: Verify = "off",
     ) -> None:
         self._layout = layout
+        self._verify = verify
         self._destinations = destinations
         self._transport = transport
         self._peers = peers
@@ -70,23 +75,27 @@ class LivePull:
         self._reads: dict[int, list[_Read]] = defaultdict(list)
         for (group, rank), runs in self._landings.runs.items():
             self._reads[group].append(self._prepare(rank, runs))
+        if verify != "off":
+            self._expect_digests(consumer_id)
         self.bytes_total = sum(read.prepared.nbytes for reads in self._reads.values() for read in reads)
         self.bytes_needed = needed_bytes(copies, layout)
 
     def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
-        started = time.monotonic()
-        phases = {"pull": 0.0, "scatter": 0.0, "free": 0.0}
+        phases = {"pull": 0.0, "scatter": 0.0, "verify": 0.0, "free": 0.0}
         for group in sorted(self._reads.keys() | self._landings.scatters.keys()):
             attempt.waiting(f"reads of group {group}")
             with timed(phases, "pull"):
                 self._read_group(group, attempt)
             with timed(phases, "scatter"):
                 self._scatter(group)
+        if self._verify != "off":
+            with timed(phases, "verify"):
+                self._check_digests(attempt)
         attempt.waiting("free signals to arrive")
         with timed(phases, "free"):
             self._free_all(attempt)
-        return PullStats(attempt.bytes_moved, self.bytes_needed, time.monotonic() - started, phases)
+        return attempt.stats(self.bytes_needed, phases)
 
     def close(self) -> None:
         """Give the prepared reads back."""
@@ -129,6 +138,65 @@ class LivePull:
         src, dst = runs.src_addr.astype(np.uint64), runs.dst_addr.astype(np.uint64)
         return _Read(runs, self._transport.prepare(self._peers[rank], src, dst, runs.nbytes))
 
+    # -- digests --------------------------------------------------------------------------------------
+
+    def _groups_of(self, rank: int) -> list[int]:
+        return [group for group, holder in self._landings.runs if holder == rank]
+
+    def _expect_digests(self, consumer_id: int) -> None:
+        """Tell every producer which of its bytes will be checked, region by region."""
+        told = []
+        for rank in sorted({rank for _, rank in self._landings.runs}):
+            wanted = [self._landings.runs[group, rank] for group in self._groups_of(rank)]
+            regions = tuple(Regions(runs.src_addr, runs.nbytes, _counts(runs)) for runs in wanted)
+            told.append(self._peers[rank].actor.expect_digests.remote(consumer_id, regions))
+        ray.get(told)
+
+    def _check_digests(self, attempt: Attempt) -> None:
+        """Every region that is due in this epoch.
+
+        Raises:
+            DigestMismatchError: the bytes of a region are wrong, and were again when it was read once more.
+        """
+        context = attempt.context
+        for rank in sorted({rank for _, rank in self._landings.runs}):
+            attempt.waiting(f"digests of rank {rank}")
+            reply = self._peers[rank].actor.digests.remote(context.consumer_id, context.epoch)
+            try:
+                expected = ray.get(reply)
+            except ray.exceptions.RayActorError:  # what it gave before it died cannot be checked any more
+                attempt.rank_failed(rank)
+                continue
+            for group, own in zip(self._groups_of(rank), expected, strict=True):
+                self._check_group(group, rank, own, attempt)
+
+    def _check_group(self, group: int, rank: int, expected: Sequence[int], attempt: Attempt) -> None:
+        runs = self._landings.runs[group, rank]
+        landed = Regions(runs.dst_addr, runs.nbytes, _counts(runs))
+        attempt.regions_verified += sum(digest >= 0 for digest in expected)
+        wrong = differing(landed, expected)
+        if not wrong:
+            return
+        attempt.regions_repeated += len(wrong)
+        self._read_again(group, rank, attempt)
+        wrong = differing(landed, expected)
+        if wrong:
+            raise mismatch([runs.names[index][0] for index in wrong], rank, attempt.version)
+
+    def _read_again(self, group: int, rank: int, attempt: Attempt) -> None:
+        """A rank's part of a group once more, from other holders if there are any."""
+        runs = self._landings.runs[group, rank]
+        try:
+            found = self._landings.elsewhere(group, {*self._lost, rank}, runs)
+        except InvalidLayoutError:
+            found = {rank: runs}
+        reads = [self._prepare(holder, part).prepared for holder, part in found.items()]
+        try:
+            self._transport.read(reads, attempt.context, attempt.moved)
+        finally:
+            self._transport.release(reads)
+        self._scatter(group)
+
     # -- after the reads ------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -151,6 +219,10 @@ class LivePull:
             except ray.exceptions.RayActorError as error:
                 if not attempt.rank_failed(rank):
                     raise SyncError(f"rank {rank}'s producer does not take free signals ({error})") from error
+
+
+def _counts(runs: RankRuns) -> tuple[int, ...]:
+    return tuple(count for _, count in runs.names)
 
 
 def needed_bytes(copies: Sequence[RecordedCopy], layout: LayoutSnapshot) -> int:

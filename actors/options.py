@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weightsync.actors.digests import Verify
+
 
 @dataclass(frozen=True)
 class RegistryOptions:
@@ -19,6 +21,7 @@ class RegistryOptions:
     num_serve_buffers: int = 2
     gather_lookahead: int = 1
     stall_timeout_s: float = 300.0
+    verify: Verify = "off"
     join_grace_s: float = 30.0
     long_poll_s: float = 5.0
     lease_s: float = 10.0

@@ -59,6 +59,7 @@ class Producer:
         self._tensors: dict[str, torch.Tensor] = {}
         self._names_of: dict[int, tuple[str, ...]] = {}
         self._gone: set[str] = set()
+        self._digests: Mapping[int, Sequence[Sequence[int]]] | None = None
         self._ledger = SyncLedger(stall_timeout_s, on_release=self._drop_group)
         self._slots = ServeSlots(
             num_serve_buffers,
@@ -91,6 +92,7 @@ class Producer:
             self._tensors.clear()
             self._names_of.clear()
             self._gone.clear()
+            self._digests = None
 
     def publish_group(self, group: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make a gather group serveable. Never blocks.
@@ -138,6 +140,13 @@ class Producer:
             if epoch == self._ledger.epoch:
                 self._ledger.touch()
 
+    def post_digests(self, epoch: int, digests: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        """Per consumer, digests of what the trainer's memory holds in this epoch."""
+        with self._ledger.locked():
+            self._ledger.check_open(epoch)
+            self._digests = digests
+            self._ledger.touch()
+
     # -- the consumers' side --------------------------------------------------------------------------
 
     def free_group(self, group: int, consumer_id: int, epoch: int) -> bool:
@@ -172,6 +181,21 @@ class Producer:
         )
         self._ledger.check_open(epoch, consumer_id)
         return self._slots.serve(self._ledger, consumer_id, seq, lambda views_for: self._pack(specs, views_for))
+
+    def digests(self, consumer_id: int, epoch: int) -> Sequence[Sequence[int]]:
+        """What `post_digests` says for a consumer, waiting for it.
+
+        Raises:
+            StaleEpochError: another epoch, or a consumer that is not live.
+            SyncError: the trainer computed none for it.
+        """
+        self._ledger.check_open(epoch, consumer_id)
+        self._ledger.wait_until(lambda: self._digests is not None, "digests to be computed", consumer_id)
+        with self._ledger.locked():
+            self._ledger.check_open(epoch, consumer_id)
+            if self._digests is None or consumer_id not in self._digests:
+                raise SyncError(f"epoch {epoch}: there are no digests for consumer {consumer_id}; plan again")
+            return self._digests[consumer_id]
 
     def reserve_serve_buffer(self, consumer_id: int, nbytes: int, plan_digest: str | None = None) -> None:
         """Allocate (and register) the consumer's serve slots ahead of a sync. Idempotent."""

@@ -15,7 +15,7 @@ The thing to watch: a method that may block belongs in one of the first three po
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 import ray
 import torch
 
+from weightsync.actors.digests import Regions, Verify, chosen_regions, digests
 from weightsync.actors.producer import Producer, Spec
 from weightsync.actors.shared_memory import SegmentName, SharedSegment
 from weightsync.actors.transport import Transport, create_transport
@@ -35,6 +36,14 @@ PackedTensor = tuple[str, int, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
+class SlotRequest:
+    """One request of a consumer's plan: slices to pack, and the (offset, bytes) of each in the slot."""
+
+    specs: tuple[Spec, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class ProducerOptions:
     """How a producer actor is set up."""
 
@@ -44,6 +53,7 @@ class ProducerOptions:
     num_serve_buffers: int
     gather_lookahead: int
     stall_timeout_s: float
+    verify: Verify = "off"
 
 
 def serve_pool_threads(max_consumers: int, num_serve_buffers: int) -> int:
@@ -75,7 +85,8 @@ class ProducerActor:
             on_slot=lambda slot: self._slot_transport().register([slot]),
         )
         self._segments: dict[str, SharedSegment] = {}
-        self._plans: dict[int, tuple[tuple[Spec, ...], ...]] = {}
+        self._plans: dict[int, Sequence[SlotRequest]] = {}
+        self._digests_wanted: dict[int, tuple[Regions, ...]] = {}
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
@@ -98,6 +109,16 @@ class ProducerActor:
         """Publish a gathered group that lies in a mapped segment."""
         memory = self._segments[segment].memory
         self._producer.publish_group(group, {name: _unpack(memory, rest) for name, *rest in tensors})
+
+    @ray.method(concurrency_group="control")
+    def digests_wanted(self) -> dict[int, tuple[Regions, ...]]:
+        """Per consumer, what of the rank's memory it will check."""
+        return self._digests_wanted
+
+    @ray.method(concurrency_group="control")
+    def post_digests(self, epoch: int, digests: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        """What the rank's memory holds, per consumer."""
+        self._producer.post_digests(epoch, digests)
 
     @ray.method(concurrency_group="trainer")
     def wait_freed(self) -> list[int]:
@@ -138,22 +159,39 @@ class ProducerActor:
     # -- consumers ------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
-    def reserve(self, consumer_id: int, nbytes: int, digest: str, plan: tuple[tuple[Spec, ...], ...]) -> bytes:
-        """Take a consumer's plan (specs per `seq`) and make its slots; returns transport metadata."""
+    def reserve(self, consumer_id: int, nbytes: int, digest: str, plan: Sequence[SlotRequest]) -> bytes:
+        """Take a consumer's plan (one request per `seq`) and make its slots; returns transport metadata."""
         self._producer.reserve_serve_buffer(consumer_id, nbytes, digest)
         self._plans[consumer_id] = plan
         return self._slot_transport().metadata()
 
     @ray.method(concurrency_group="serve")
-    def serve(self, consumer_id: int, seq: int, epoch: int) -> Any:
-        """Pack request `seq` of the consumer's plan; (address, bytes) of the slot, or the bytes themselves."""
+    def serve(self, consumer_id: int, seq: int, epoch: int) -> tuple[Any, list[int]]:
+        """Pack request `seq` of the consumer's plan.
+
+        Returns:
+            ((address, bytes) of the slot, or the bytes themselves; digests of the slices that are checked).
+        """
         plan = self._plans.get(consumer_id)
         if plan is None or not 0 <= seq < len(plan):
             raise RegistrationError(f"consumer {consumer_id} has no request {seq} reserved here; plan again")
-        packed = self._producer.produce(plan[seq], consumer_id=consumer_id, seq=seq, epoch=epoch)
+        request = plan[seq]
+        packed = self._producer.produce(request.specs, consumer_id=consumer_id, seq=seq, epoch=epoch)
+        chosen = chosen_regions(len(request.pieces), epoch, self._options.verify)
+        checked = digests([slot_regions(packed, request.pieces)], [chosen])[0] if chosen else []
         if self._slot_transport().reads_trainer_memory:
-            return packed.data_ptr(), packed.numel()
-        return packed.numpy().copy()
+            return (packed.data_ptr(), packed.numel()), checked
+        return packed.numpy().copy(), checked
+
+    @ray.method(concurrency_group="control")
+    def expect_digests(self, consumer_id: int, regions: tuple[Regions, ...]) -> None:
+        """A consumer will check these parts of the rank's own memory."""
+        self._digests_wanted[consumer_id] = regions
+
+    @ray.method(concurrency_group="serve")
+    def digests(self, consumer_id: int, epoch: int) -> Sequence[Sequence[int]]:
+        """Digests of what the consumer expects to check, as soon as the rank has computed them."""
+        return self._producer.digests(consumer_id, epoch)
 
     @ray.method(concurrency_group="serve")
     def read_runs(self, src_offset: np.ndarray, nbytes: np.ndarray, consumer_id: int, epoch: int) -> np.ndarray:
@@ -196,6 +234,13 @@ class ProducerActor:
             if self._transport is None:
                 self._transport = create_transport(self._options.transport, self._options.agent_name, serves=True)
             return self._transport
+
+
+def slot_regions(slot: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> Regions:
+    """The slices in a slot, each of them a region of one run."""
+    offsets = np.array([offset for offset, _ in pieces], dtype=np.int64)
+    nbytes = np.array([nbytes for _, nbytes in pieces], dtype=np.int64)
+    return Regions(offsets + slot.data_ptr(), nbytes, (1,) * len(pieces))
 
 
 def _unpack(memory: torch.Tensor, packed: Sequence[Any]) -> torch.Tensor:

@@ -350,11 +350,15 @@ class Registry:
         member.staged_version = running.version if refusal is None else None
         return refusal
 
-    async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str) -> None:
-        """A worker's own attempt failed; survivors go on without it."""
+    async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str, everyone: bool) -> None:
+        """A worker's own attempt failed; survivors go on without it, unless it is `everyone`'s failure."""
         member = self._check_consumer(consumer_id, token)
         member.state, member.error, member.torn = ConsumerState.IDLE, message, member.writes_live
-        if self._epoch is not None and self._epoch.epoch == epoch:
+        if self._epoch is None or self._epoch.epoch != epoch:
+            return
+        if everyone:
+            await self._abort(f"worker {member.worker}: {message}")
+        else:
             await self._evict(consumer_id, message)
 
     async def installed(self, consumer_id: int, token: str, version: int) -> None:

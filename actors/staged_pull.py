@@ -8,7 +8,6 @@ at the start if the worker pulls nothing from it, else after its last chunk (I6)
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ import torch
 
 from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations
+from weightsync.actors.digests import Verify, differing, mismatch
 from weightsync.actors.live_pull import needed_bytes, timed
+from weightsync.actors.producer_actor import SlotRequest, slot_regions
 from weightsync.actors.transport import Peer, ReadContext, Transport
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
@@ -46,11 +47,13 @@ class StagedPull:
         transport: Transport,
         peers: Sequence[Peer],
         consumer_id: int,
+        verify: Verify,
         num_slots: int,
     ) -> None:
         self._destinations = destinations
         self._transport = transport
         self._num_slots = num_slots
+        self._verify = verify
         plan = _plan(layout, copies, consumer_id)
         self._pre_free = plan.pre_free
         self._chunks = plan.chunks
@@ -61,15 +64,18 @@ class StagedPull:
 
     def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
-        started, context = time.monotonic(), attempt.context
-        phases = {"pull": 0.0, "scatter": 0.0, "free": 0.0}
+        context = attempt.context
+        phases = {"pull": 0.0, "scatter": 0.0, "verify": 0.0, "free": 0.0}
         signals = self._free(self._pre_free, context)
         for issued in self._in_order(context):
             chunk = issued.chunk
             attempt.waiting(f"rank {chunk.owner} to pack slot {chunk.seq}")
+            slot = self._recv[chunk.owner][chunk.seq % self._num_slots]
             with timed(phases, "pull"):
-                slot = self._recv[chunk.owner][chunk.seq % self._num_slots]
-                self._transport.fetch_slot(self._peers[chunk.owner], _answer(issued, attempt), slot, context)
+                packed, digests = _answer(issued, attempt)
+                self._transport.fetch_slot(self._peers[chunk.owner], packed, slot, context)
+            with timed(phases, "verify"):
+                self._check(chunk, slot, packed, digests, attempt)
             with timed(phases, "scatter"):
                 self._scatter(chunk, slot)
             attempt.moved(_payload(chunk))
@@ -77,7 +83,7 @@ class StagedPull:
         with timed(phases, "free"):
             attempt.waiting("free signals to arrive")
             ray.get(signals)
-        return PullStats(attempt.bytes_moved, self.bytes_needed, time.monotonic() - started, phases)
+        return attempt.stats(self.bytes_needed, phases)
 
     def close(self) -> None:
         """Drop the receive slots."""
@@ -100,14 +106,17 @@ class StagedPull:
 
     def _reserve(self, peers: Sequence[Peer], consumer_id: int) -> dict[int, Peer]:
         """Tell every owner the plan and the slot size; connect to the memory it reserved."""
-        requests: dict[int, list[Any]] = defaultdict(list)
+        requests: dict[int, list[SlotRequest]] = defaultdict(list)
         for chunk in self._chunks:
-            requests[chunk.owner].append(tuple(chunk.keys))
+            requests[chunk.owner].append(SlotRequest(tuple(chunk.keys), _pieces(chunk)))
         reserved = {
             owner: peers[owner].actor.reserve.remote(
-                consumer_id, self._recv[owner][0].numel(), plan_digest(sum(keys, ())), tuple(keys)
+                consumer_id,
+                self._recv[owner][0].numel(),
+                plan_digest([key for request in plan for key in request.specs]),
+                plan,
             )
-            for owner, keys in requests.items()
+            for owner, plan in requests.items()
         }
         connected = {peer.rank: peer for peer in peers}
         for owner, reply in reserved.items():
@@ -131,6 +140,22 @@ class StagedPull:
             head = issued.popleft()
             yield head
             under_way[head.chunk.owner] -= 1
+
+    def _check(self, chunk: Chunk, slot: torch.Tensor, packed: Any, expected: Sequence[int], attempt: Attempt) -> None:
+        """The slices that are due; wrong ones are fetched once more: their slot is not packed again yet.
+
+        Raises:
+            DigestMismatchError: they are wrong again.
+        """
+        landed = slot_regions(slot, _pieces(chunk))
+        attempt.regions_verified += sum(digest >= 0 for digest in expected)
+        wrong = differing(landed, expected)
+        if wrong:
+            attempt.regions_repeated += len(wrong)
+            self._transport.fetch_slot(self._peers[chunk.owner], packed, slot, attempt.context)
+            wrong = differing(landed, expected)
+        if wrong:
+            raise mismatch([chunk.keys[index][0] for index in wrong], chunk.owner, attempt.version)
 
     @torch.no_grad()
     def _scatter(self, chunk: Chunk, slot: torch.Tensor) -> None:
@@ -188,6 +213,11 @@ def _plan(layout: LayoutSnapshot, copies: Sequence[RecordedCopy], consumer_id: i
     )
 
 
+def _pieces(chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    """(offset, bytes) of each slice in the slot."""
+    return tuple((offset, torch.Size(shape).numel() * dtype.itemsize) for offset, shape, dtype in chunk.pack_layout)
+
+
 def _payload(chunk: Chunk) -> int:
     """Bytes of the chunk's slices, without the alignment between them."""
-    return sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in chunk.pack_layout)
+    return sum(nbytes for _, nbytes in _pieces(chunk))

@@ -161,4 +161,8 @@ class PullStats:
     bytes_needed: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds per phase: `pull` (reads, and what overlaps them), `scatter`, `free`."""
+    """Seconds per phase: `pull` (reads, and what overlaps them), `scatter`, `verify`, `free`."""
+    regions_verified: int = 0
+    """Regions whose digest was checked."""
+    regions_repeated: int = 0
+    """Regions that were read again, because the first time their digest was wrong."""

@@ -21,6 +21,8 @@ class WorkerPull(_Report):
     bytes_needed: int = Field(description="bytes of the worker's parameters that the model provides")
     seconds: float = Field(description="from begin to the last byte in place")
     phases: dict[str, float] = Field(default_factory=dict, description="seconds per phase on this worker")
+    regions_verified: int = Field(0, description="regions whose digest was checked before the flip")
+    regions_repeated: int = Field(0, description="regions read twice, because their digest was wrong at first")
 
 
 class SyncReport(_Report):
@@ -39,7 +41,7 @@ class SyncReport(_Report):
     needed_bytes: int = Field(description="bytes the workers hold of this model, all workers together")
     seconds: float = Field(description="from the last rank's publish call to the commit")
     phases: dict[str, float] = Field(
-        description="seconds: begin (epoch open on every producer), pull, scatter and free (the slowest "
+        description="seconds: begin (epoch open on every producer), pull, scatter, verify and free (the slowest "
         "worker's), commit (the rest)"
     )
     gbytes_per_second: float = Field(description="bytes / seconds / 1e9")

@@ -159,6 +159,7 @@ def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray
         gather_lookahead=settings.gather_lookahead,
         stall_timeout_s=settings.stall_timeout_s,
         join_grace_s=settings.join_grace_s,
+        verify=settings.verify,
         long_poll_s=settings.long_poll_s,
         lease_s=settings.lease_s,
     )

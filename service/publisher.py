@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 
+from weightsync.actors.digests import ShardDigests
 from weightsync.actors.export_ring import ExportRing, ShardMirror
 from weightsync.actors.interfaces import LocalShard, WeightSource, iter_groups
 from weightsync.actors.options import RegistryOptions
@@ -204,6 +206,7 @@ class Publisher:
                 num_serve_buffers=self._options.num_serve_buffers,
                 gather_lookahead=self._options.gather_lookahead,
                 stall_timeout_s=self._options.stall_timeout_s,
+                verify=self._options.verify,
             ),
             self._options.max_consumers,
         )
@@ -257,6 +260,7 @@ class Publisher:
         """Register the rank's shards (or mirror them, for a transport that cannot reach this process)."""
         assert self._transport is not None
         shards = self._source.shards()
+        self._check_hashable(shards)
         self._placements = {shard.name: _placement(shard) for shard in shards}
         if self._transport.reads_trainer_memory:
             self._transport.register(shard.tensor for shard in shards)
@@ -266,6 +270,10 @@ class Publisher:
             call(self._actor.map_segment.remote(self._mirror.segment.name))
             self._mirror.segment.unlink()
             addresses = self._mirror.offsets
+        base = 0 if self._mirror is None else self._mirror.segment.memory.data_ptr()
+        self._digests = ShardDigests(
+            [(base + addr, shard.tensor.nbytes) for shard, addr in zip(shards, addresses, strict=True)], base
+        )
         shape_of = {meta.name: meta.shape for meta in self._manifest}
         return tuple(
             PublishedTensor(
@@ -286,6 +294,14 @@ class Publisher:
             for shard, addr in zip(shards, addresses, strict=True)
         )
 
+    def _check_hashable(self, shards: Sequence[LocalShard]) -> None:
+        for shard in shards:
+            if self._options.verify != "off" and shard.tensor.device.type != "cpu":
+                raise InvalidLayoutError(
+                    f"rank {self._rank}: {shard.name!r} is on {shard.tensor.device}, and digests are computed of host "
+                    "memory only; start the service with verify='off'"
+                )
+
     # -- one version ----------------------------------------------------------------------------------
 
     def _check_placements(self) -> None:
@@ -301,6 +317,10 @@ class Publisher:
                 )
 
     def _serve_live(self, grant: EpochGrant) -> None:
+        if self._options.verify != "off":  # consumers pull meanwhile, and wait for them before they free anything
+            self._digests.expect(call(self._actor.digests_wanted.remote()))
+            digests = self._digests.compute(grant.live_consumers, grant.epoch, self._options.verify)
+            call(self._actor.post_digests.remote(grant.epoch, digests))
         self._await_actor(self._actor.publish_live.remote(grant.groups))
 
     def _serve_staged(self, grant: EpochGrant) -> None:

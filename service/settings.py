@@ -52,6 +52,11 @@ class Settings(BaseSettings):
     lease_s: float = Field(
         10.0, gt=0, description="silence of a worker that counts as its death; a killed process is noticed at once"
     )
+    verify: Literal["off", "sampled", "full"] = Field(
+        "off",
+        description="digests of the bytes, computed where they come from and checked where they landed before a "
+        "version becomes visible: of every region, or of one in 8, another one each version",
+    )
     join_grace_s: float = Field(
         30.0, ge=0, description="how long a publish waits for workers that have joined but are still planning"
     )

@@ -17,6 +17,7 @@ import ray
 import torch
 from helpers import RowSource, equal, model
 
+from weightsync.actors.staged_pull import StagedPull
 from weightsync.protocol.errors import SyncError
 from weightsync.protocol.status import SyncReport
 from weightsync.service import Publisher, Settings, StateDictTarget, Subscriber, start
@@ -194,6 +195,33 @@ class FaultyWorker:
             original(group, attempt)
 
         pull._read_group = slow  # type: ignore[union-attr,method-assign]
+
+    def corrupt(self, times: int) -> None:
+        """A bit of "embed.weight" flips after the next so many arrivals of its bytes."""
+        agent = self._subscriber._agent
+        pull, left = agent._pull, [times]
+        assert pull is not None
+        assert agent._destinations is not None
+        transport = pull._transport
+        landed = agent._destinations.buffers["embed.weight"].view(torch.uint8)
+        flipped: dict[int, int] = {}
+
+        def flipping(original: Callable[..., Any], where: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+            def arrive(*args: Any, **kwargs: Any) -> Any:
+                outcome = original(*args, **kwargs)
+                memory = where(*args).view(-1)
+                if left[0] and int(memory[5]) != flipped.get(memory.data_ptr()):  # what arrived was something else
+                    left[0] -= 1
+                    memory[5] ^= 8
+                    flipped[memory.data_ptr()] = int(memory[5])
+                return outcome
+
+            return arrive
+
+        if isinstance(pull, StagedPull):
+            transport.fetch_slot = flipping(transport.fetch_slot, lambda *args: args[2])  # type: ignore[method-assign]
+        else:
+            transport.read = flipping(transport.read, lambda *args: landed)  # type: ignore[method-assign]
 
     def pause(self, lease_s: float) -> None:
         self._subscriber.pause(lease_s)

@@ -86,6 +86,63 @@ def test_a_trainer_killed_in_a_sync_is_replaced_by_those_that_hold_the_same(
         assert s.check_sync(["w0", "w1"]).lost_ranks == []
 
 
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("hsdp", "nixl"),
+        pytest.param("live", "nixl", marks=pytest.mark.slow),
+        pytest.param("live", "object_store", marks=pytest.mark.slow),
+        pytest.param("staged", "nixl", marks=pytest.mark.slow),
+        pytest.param("staged", "object_store", marks=pytest.mark.slow),
+    ],
+)
+def test_a_flipped_bit_is_read_again_once_and_then_aborts_naming_it(
+    scene: BuildScene, mode: str, transport: str
+) -> None:
+    s = scene(trainers=4 if mode == "hsdp" else 2, mode=mode, transport=transport, verify="full")
+    clean = s.check_sync(["w0", "w1"])
+    assert all(pull.regions_verified > 0 for pull in clean.workers.values())
+    assert clean.workers["w1"].regions_repeated == 0
+
+    ray.get(s.workers["w1"].corrupt.remote(1))
+    repaired = s.check_sync(["w0", "w1"])
+    assert repaired.workers["w1"].regions_repeated >= 1
+    assert repaired.workers["w0"].regions_repeated == 0
+
+    before = s.version
+    ray.get(s.workers["w1"].corrupt.remote(2))
+    publishing = s.publish()
+    for publish in publishing:
+        error = _raised(publish)
+        assert isinstance(error, SyncAborted)
+        assert "worker w1: 'embed.weight' as read from rank " in str(error)
+        assert f"is not what it published as version {s.version}" in str(error)
+    for worker in s.workers.values():
+        assert ray.get(worker.state.remote()) == (before, True)
+        assert ray.get(worker.holds.remote(before))
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_before_its_digests_came_costs_only_their_check(scene: BuildScene) -> None:
+    s = scene(trainers=4, mode="hsdp", transport="nixl", verify="full")
+    for worker in s.workers.values():
+        ray.get(worker.hold_at.remote("pulling"))
+    pid = ray.get(s.trainers[1].pid.remote())
+    publishing = s.publish()
+    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
+    kill(pid)
+    ray.get([w.go_on.remote() for w in s.workers.values()])
+    report, _ = ray.get(publishing[0], timeout=QUICK_S)
+    assert (report.installed, report.lost_ranks) == (["w0", "w1"], [1])
+    assert ray.get([w.sync.remote(s.version) for w in s.workers.values()]) == [s.version] * 2
+    assert all(ray.get([w.holds.remote(s.version) for w in s.workers.values()]))
+    s.replace_trainer(1)
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+
+
 @pytest.mark.slow
 def test_both_holders_of_a_part_killed_abort(scene: BuildScene) -> None:
     s = scene(trainers=4, mode="hsdp", transport="nixl")
