@@ -131,15 +131,19 @@ class StagedPull:
         waiting = deque(self._chunks)
         issued: deque[_Issued] = deque()
         under_way: dict[int, int] = defaultdict(int)
-        while waiting or issued:
-            while waiting and under_way[waiting[0].owner] < self._num_slots:
-                chunk = waiting.popleft()
-                under_way[chunk.owner] += 1
-                reply = self._peers[chunk.owner].actor.serve.remote(context.consumer_id, chunk.seq, context.epoch)
-                issued.append(_Issued(chunk, reply))
-            head = issued.popleft()
-            yield head
-            under_way[head.chunk.owner] -= 1
+        try:
+            while waiting or issued:
+                while waiting and under_way[waiting[0].owner] < self._num_slots:
+                    chunk = waiting.popleft()
+                    under_way[chunk.owner] += 1
+                    reply = self._peers[chunk.owner].actor.serve.remote(context.consumer_id, chunk.seq, context.epoch)
+                    issued.append(_Issued(chunk, reply))
+                head = issued.popleft()
+                yield head
+                under_way[head.chunk.owner] -= 1
+        finally:
+            for abandoned in issued:  # an error nobody asks for any more; Ray would log it
+                abandoned.reply.future().add_done_callback(lambda reply: reply.exception())
 
     def _check(self, chunk: Chunk, slot: torch.Tensor, packed: Any, expected: Sequence[int], attempt: Attempt) -> None:
         """The slices that are due; wrong ones are fetched once more: their slot is not packed again yet.
