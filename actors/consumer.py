@@ -266,13 +266,7 @@ class ConsumerAgent:
                 elif isinstance(work, EpochBegin):
                     self._last_epoch = work.epoch
                     self._attend(work)
-            except MembershipLostError as error:
-                if not self._rejoin(error):
-                    return
-            except ray.exceptions.RayActorError as error:
-                if self._closed or not await_registry(self._options.service, self._registry):
-                    self._stop(error)
-                    return
+            except (MembershipLostError, ray.exceptions.RayActorError) as error:
                 if not self._rejoin(error):
                     return
             except Exception as error:
@@ -285,6 +279,10 @@ class ConsumerAgent:
             self._writing = False
             if self._closed:
                 return False
+        lost_registry = isinstance(error, ray.exceptions.RayActorError)
+        if lost_registry and not await_registry(self._options.service, self._registry):
+            self._stop(error)
+            return False
         log.warning("worker %s joins again: %s", self._worker, error)
         self._lifeline.close()
         try:

@@ -9,7 +9,7 @@ the membership it was made for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,25 +84,19 @@ class PlanCache:
         itemsize: int,
         source_addrs: Mapping[int, int],
         *,
-        source_ranks: Sequence[int] | None = None,
-        target_rank: int | None = None,
         dst_byte: int = 0,
     ) -> list[PlacedRuns]:
         """The plan's runs at real addresses.
 
         Args:
-            source_addrs: byte address of the parameter's shard on each real source rank.
-            source_ranks: real rank of each source rank of the plan; the same numbers by default.
-            target_rank: only the runs of this target rank; all by default.
+            source_addrs: byte address of the parameter's shard on each source rank.
             dst_byte: added to every target byte, for a shard inside a fused parameter.
 
         Raises InvalidLayoutError for a source rank without an address.
         """
         out: list[PlacedRuns] = []
         for runs in self.runs(plan, itemsize):
-            if target_rank is not None and runs.target_rank != target_rank:
-                continue
-            rank = runs.source_rank if source_ranks is None else source_ranks[runs.source_rank]
+            rank = runs.source_rank
             if rank not in source_addrs:
                 raise InvalidLayoutError(
                     f"no address of the shard on source rank {rank}; known ranks are {sorted(source_addrs)}"
