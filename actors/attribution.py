@@ -1,18 +1,33 @@
 """Who waits for whom, in words: for `status --why`, and for the text of a stall.
 
-Pure functions over what the registry and its producers know. The thing to watch: every line names a member, what
+Functions over what the registry and its producers know. The thing to watch: every line names a member, what
 is outstanding (a group, a signal, bytes) and since when, so that a reader need not ask further.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.protocol.ledger import LedgerSnapshot
 from weightsync.protocol.messages import ConsumerState
 
 _GROUPS_SHOWN = 3
+_SNAPSHOT_TIMEOUT_S = 2.0
+
+
+async def ask_ledgers(actors: Mapping[int, Any]) -> dict[int, LedgerSnapshot | str]:
+    """Rank -> its producer's ledger, or why it does not answer."""
+
+    async def ask(actor: Any) -> LedgerSnapshot | str:
+        try:
+            return await asyncio.wait_for(actor.snapshot.remote(), _SNAPSHOT_TIMEOUT_S)
+        except Exception as error:
+            return f"its producer does not answer ({type(error).__name__})"
+
+    return dict(zip(actors, await asyncio.gather(*map(ask, actors.values())), strict=True))
 
 
 def explain_epoch(
@@ -27,9 +42,8 @@ def explain_epoch(
         producers: rank -> its ledger, or why it does not answer.
         now: on the clock that `ConsumerMember.moved_at` is on.
     """
-    lines = [
-        explain_consumer(consumers[cid], now) for cid in epoch.live if cid not in epoch.pulled and cid in consumers
-    ]
+    outstanding = [consumers[cid] for cid in epoch.live if cid not in epoch.pulled and cid in consumers]
+    lines = [explain_consumer(member, now) for member in sorted(outstanding, key=lambda member: member.worker)]
     lines += [
         _producer_line(rank, producers.get(rank, "it is not registered"), epoch, consumers)
         for rank in sorted(epoch.ranks - epoch.ended)
@@ -63,7 +77,7 @@ def _producer_line(
             f"end ({ledger.seconds_since_progress:.1f} s without progress)"
         )
     shown = [
-        f"group {group} by {', '.join(_name(cid, consumers) for cid in who)}"
+        f"group {group} by {', '.join(sorted(_name(cid, consumers) for cid in who))}"
         for group, who in list(ledger.unfreed.items())[:_GROUPS_SHOWN]
     ]
     more = len(ledger.unfreed) - len(shown)

@@ -80,6 +80,7 @@ class ConsumerAgent:
         self._version: int | None = None
         self._previous: int | None = None
         """The version that lies in the shadow since the last flip."""
+        self._flips = 0
         self._last_epoch = 0
         self._join()
         self._transport: Transport | None = None
@@ -158,10 +159,13 @@ class ConsumerAgent:
                     f"worker {self._worker!r} cannot roll back from version {self._version}: {self._no_way_back()}"
                 )
             self._staged, self._previous = self._previous, None
-            self._flip()
+            told = self._flip()
             self._previous = None  # one step only: forward again is the next version
-            assert self._version is not None
-            return self._version
+            version = self._version
+        with contextlib.suppress(ray.exceptions.RayError, RegistrationError):  # it learns it when we join again
+            call(told, timeout_s=5)
+        assert version is not None
+        return version
 
     def _no_way_back(self) -> str:
         if self._install is InstallMode.IN_PLACE:
@@ -200,14 +204,15 @@ class ConsumerAgent:
             return False
         return wanted is None or self._version >= wanted
 
-    def _flip(self) -> None:
-        """What is staged becomes what requests see, together with its number."""
+    def _flip(self) -> Any:
+        """What is staged becomes what requests see, together with its number. Returns the registry's answer to come."""
         assert self._destinations is not None
         with self._engine_held():
             self._destinations.flip()
             self._previous = self._version if self._install is InstallMode.SHADOW else None
             self._version, self._staged, self._torn = self._staged, None, False
-        self._registry.installed.remote(*self._me, self._version)
+        self._flips += 1
+        return self._registry.installed.remote(*self._me, self._version, self._flips)
 
     def _engine_held(self) -> contextlib.AbstractContextManager[None]:
         """The engine at a step boundary. Whoever holds it here lets go in any case, so the lease is only a bound."""

@@ -32,6 +32,7 @@ class ConsumerMember:
     error: str | None = None
     waits_for: str = ""
     moved_at: float = field(default_factory=time.monotonic)
+    flips: int = 0
     torn: bool = False
     """An attempt to pull into the live parameters failed; no whole version has been installed since."""
 

@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
 
-from weightsync.actors.attribution import explain_consumer, explain_epoch
+from weightsync.actors.attribution import ask_ledgers, explain_consumer, explain_epoch
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.actors.gathering import Gathering, check_version
 from weightsync.actors.lifelines import LifelineServer
 from weightsync.actors.membership import ConsumerTable, ProducerMember, ProducerTable
 from weightsync.actors.options import RegistryOptions
+from weightsync.actors.parking import Parking
 from weightsync.protocol.errors import (
     MembershipLostError,
     RegistrationError,
@@ -42,7 +41,6 @@ from weightsync.protocol.errors import (
     VersionError,
     WeightsyncError,
 )
-from weightsync.protocol.ledger import LedgerSnapshot
 from weightsync.protocol.messages import (
     ConsumerGrant,
     ConsumerState,
@@ -60,7 +58,6 @@ from weightsync.protocol.status import ServiceStatus, SyncReport
 RECOVERY_S = 1.0
 """After a restart, workers get this long to be members again before a publish opens without them; they notice at
 once and retry every 0.2 s."""
-_SNAPSHOT_TIMEOUT_S = 2.0
 _PATIENCE = 0.8
 """Of the stall timeout, after which the registry evicts a member that does not move; the producers' own watchdogs
 fire after all of it and give the whole sync up, so they must come second."""
@@ -82,14 +79,13 @@ class Registry:
         self._epoch_number = 0
         self._newest_version: int | None = None
         self._gathering: Gathering | None = None
-        self._changed = asyncio.Condition()
+        self._parked = Parking()
         self._committed = 0
         self._aborted = 0
         self._last_report: SyncReport | None = None
         self._last_error: str | None = None
         self._closing = False
         self._recovered_at = 0.0
-        self._watches: set[asyncio.Task[None]] = set()
 
     # -- trainer ranks --------------------------------------------------------------------------------
 
@@ -98,8 +94,7 @@ class Registry:
 
     async def watch(self) -> None:
         """Parked until the service closes; its caller learns of this registry's death at once."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closing)
+        await self._parked.until(lambda: self._closing)
 
     async def register_producer(
         self, registration: ProducerRegistration, actor: Any, known: MemberHistory
@@ -122,11 +117,11 @@ class Registry:
             if self._gathering is not None and not self._gathering.opening:
                 self._gathering.error = SyncAborted(f"rank {registration.rank} was refused: {error}")
                 self._gathering = None
-            await self._notify()
+            await self._parked.notify()
             raise
         self._catch_up(known)
-        self._run(self._watch(registration.rank, member))
-        await self._notify()
+        self._parked.run(self._watch(registration.rank, member))
+        await self._parked.notify()
         return ProducerGrant(member.token, self._producers.generation)
 
     async def unregister_producer(self, rank: int, token: str) -> None:
@@ -144,7 +139,7 @@ class Registry:
         """
         self._check_rank(rank, token)
         deadline = time.monotonic() + timeout_s
-        await self._wait(
+        await self._parked.until(
             lambda: self._epoch is None or not self._epoch.open or rank not in self._epoch.ended,
             deadline,
             lambda: f"rank {rank}: the sync of version {self._epoch and self._epoch.version} to close",
@@ -152,9 +147,9 @@ class Registry:
         try:
             gathering = self._join_gathering(rank, version)
         finally:
-            await self._notify()
+            await self._parked.notify()
         try:
-            await self._wait(
+            await self._parked.until(
                 lambda: gathering.decided or self._all_arrived(gathering),
                 deadline,
                 lambda: f"ranks {self._missing(gathering)} to publish version {version}",
@@ -162,7 +157,7 @@ class Registry:
             if not gathering.decided and not gathering.opening:
                 gathering.opening = True
                 await self._open(gathering, deadline)
-            await self._wait(
+            await self._parked.until(
                 lambda: gathering.decided,
                 deadline,
                 self._consumers_wanted,
@@ -193,7 +188,7 @@ class Registry:
         running.ended.add(rank)
         running.moved_at = time.monotonic()
         await self._settle()
-        await self._wait(lambda: not running.open)
+        await self._parked.until(lambda: not running.open)
         if running.state is EpochState.ABORTED:
             raise SyncAborted(self._aborted_text(running))
         return running.report(self._options.service)
@@ -218,7 +213,7 @@ class Registry:
         self._catch_up(known)
         address = await self._lifelines.address()
         self._lifelines.expect(member.consumer_id, member.token)
-        await self._notify()
+        await self._parked.notify()
         return ConsumerGrant(member.consumer_id, member.token, address)
 
     async def unregister_consumer(self, consumer_id: int, token: str) -> None:
@@ -238,7 +233,7 @@ class Registry:
         if self._consumers.holds(consumer_id, token) and not self._closing:
             await self._evict(consumer_id, why)
             self._consumers.remove(consumer_id)
-            await self._notify()
+            await self._parked.notify()
 
     async def layout(self) -> LayoutSnapshot | None:
         """The complete model if every rank is registered, else None. Does not wait."""
@@ -273,7 +268,7 @@ class Registry:
             return self._closing or self._consumers.members.get(consumer_id) is not member or work() is not None
 
         try:
-            await self._wait(anything, time.monotonic() + self._options.long_poll_s, lambda: "work")
+            await self._parked.until(anything, time.monotonic() + self._options.long_poll_s, lambda: "work")
         except StallError:
             return None
         self._check_consumer(consumer_id, token)
@@ -285,14 +280,14 @@ class Registry:
         member = self._check_consumer(consumer_id, token)
         member.state, member.generation = ConsumerState.IDLE, generation
         member.bytes_total, member.error = bytes_total, None
-        await self._notify()
+        await self._parked.notify()
 
     async def plan_failed(self, consumer_id: int, token: str, generation: int, message: str) -> None:
         """A worker cannot pull this model; it stays out of epochs until it can."""
         member = self._check_consumer(consumer_id, token)
         member.state, member.generation, member.error = ConsumerState.FAILED, generation, message
         await self._evict(consumer_id, message)
-        await self._notify()
+        await self._parked.notify()
 
     async def start_pull(self, consumer_id: int, token: str, epoch: int) -> bool:
         """True if the epoch is still open for this worker: it may start to write."""
@@ -314,7 +309,7 @@ class Registry:
         self._check_consumer(consumer_id, token)
         running = self._running(epoch)
         with contextlib.suppress(StallError):
-            await self._wait(
+            await self._parked.until(
                 lambda: not running.open or rank not in running.ranks,
                 time.monotonic() + _DEATH_NOTICED_S,
                 lambda: f"word of the death of rank {rank}",
@@ -344,7 +339,7 @@ class Registry:
         running.moved_at = time.monotonic()
         member.state, member.bytes_done = ConsumerState.PULLED, member.bytes_total
         await self._settle()
-        await self._wait(lambda: not running.open or consumer_id not in running.live)
+        await self._parked.until(lambda: not running.open or consumer_id not in running.live)
         refusal = running.refusal(member)
         member.state, member.torn = ConsumerState.IDLE, refusal is not None and member.writes_live
         member.staged_version = running.version if refusal is None else None
@@ -361,11 +356,14 @@ class Registry:
         else:
             await self._evict(consumer_id, message)
 
-    async def installed(self, consumer_id: int, token: str, version: int) -> None:
-        """A worker made a version visible."""
+    async def installed(self, consumer_id: int, token: str, version: int, flips: int) -> None:
+        """A worker made a version visible; news of its `flips` flips may overtake each other."""
         member = self._check_consumer(consumer_id, token)
+        if flips <= member.flips:
+            return
+        member.flips = flips
         member.version, member.staged_version, member.error, member.torn = version, None, None, False
-        await self._notify()
+        await self._parked.notify()
 
     async def explain(self, consumer_id: int, token: str) -> str:
         """Why a worker's `sync` is still waiting, in one sentence."""
@@ -390,7 +388,8 @@ class Registry:
         """Who waits for whom now, one line for each member that holds a sync up; empty if none runs."""
         epoch, gathering = self._epoch, self._gathering
         if epoch is not None and epoch.open:
-            return explain_epoch(epoch, self._consumers.members, await self._ledgers(), time.monotonic())
+            ledgers = await ask_ledgers({rank: member.actor for rank, member in self._producers.members.items()})
+            return explain_epoch(epoch, self._consumers.members, ledgers, time.monotonic())
         if gathering is None:
             return []
         missing = self._missing(gathering)
@@ -400,17 +399,6 @@ class Registry:
                 f"ranks {missing or self._producers.missing_ranks}"
             ]
         return [f"version {gathering.version} waits for {self._consumers_wanted()}"]
-
-    async def _ledgers(self) -> dict[int, LedgerSnapshot | str]:
-        async def ask(member: ProducerMember) -> LedgerSnapshot | str:
-            try:
-                return await asyncio.wait_for(member.actor.snapshot.remote(), _SNAPSHOT_TIMEOUT_S)
-            except Exception as error:
-                return f"its producer does not answer ({type(error).__name__})"
-
-        members = dict(self._producers.members)
-        answers = await asyncio.gather(*(ask(member) for member in members.values()))
-        return dict(zip(members, answers, strict=True))
 
     async def status(self) -> ServiceStatus:
         """Everything worth knowing, at this moment."""
@@ -438,13 +426,12 @@ class Registry:
         self._closing = True
         if self._epoch is not None and self._epoch.open:
             await self._abort("the service is shutting down")
-        for task in list(self._watches):
-            task.cancel()
+        self._parked.cancel()
         self._lifelines.close()
         closing = [member.actor.close.remote() for member in self._producers.members.values()]
         if closing:
             await asyncio.wait([asyncio.ensure_future(_quietly(ref)) for ref in closing], timeout=5)
-        await self._notify()
+        await self._parked.notify()
 
     # -- inside: opening and closing epochs -----------------------------------------------------------
 
@@ -480,8 +467,8 @@ class Registry:
             raise SyncAborted(f"a producer could not open epoch {epoch.epoch}: {error}") from error
         epoch.begin_seconds = time.monotonic() - started
         self._epoch, self._gathering, gathering.opened = epoch, None, epoch
-        self._run(self._guard(epoch))
-        await self._notify()
+        self._parked.run(self._guard(epoch))
+        await self._parked.notify()
 
     async def _wait_for_consumers(self, deadline: float) -> None:
         """At least `min_consumers` that can pull; those still planning get `join_grace_s` to finish."""
@@ -493,10 +480,12 @@ class Registry:
 
         grace = min(deadline, time.monotonic() + self._options.join_grace_s)
         try:
-            await self._wait(lambda: not planning(), grace, lambda: f"workers {planning()} to plan")
+            await self._parked.until(lambda: not planning(), grace, lambda: f"workers {planning()} to plan")
         except StallError as error:
             self._last_error = str(error)
-        await self._wait(lambda: self._consumers.able >= self._options.min_consumers, deadline, self._consumers_wanted)
+        await self._parked.until(
+            lambda: self._consumers.able >= self._options.min_consumers, deadline, self._consumers_wanted
+        )
 
     def _consumers_wanted(self) -> str:
         failed = self._consumers.failures()
@@ -510,7 +499,7 @@ class Registry:
             self._last_error = str(error)
         if self._gathering is gathering:
             self._gathering = None
-        await self._notify()
+        await self._parked.notify()
 
     async def _settle(self) -> None:
         """Commit the running epoch if everybody has finished."""
@@ -520,7 +509,7 @@ class Registry:
             self._newest_version = epoch.version
             self._committed += 1
             self._last_report = epoch.report(self._options.service)
-        await self._notify()
+        await self._parked.notify()
 
     async def _evict(self, consumer_id: int, reason: str) -> None:
         """Take a consumer out of the running epoch; the last one to go aborts it."""
@@ -543,7 +532,7 @@ class Registry:
         self._last_error = self._aborted_text(epoch)
         for member in self._producers.members.values():
             member.actor.fail.remote(self._aborted_text(epoch))
-        await self._notify()
+        await self._parked.notify()
 
     async def _drop_producer(self, rank: int, why: str) -> None:
         """A rank is gone. A running epoch goes on if nobody needs it any more, or others hold what it held."""
@@ -559,7 +548,7 @@ class Registry:
         if self._gathering is not None and not self._gathering.opening:
             self._gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
             self._gathering = None
-        await self._notify()
+        await self._parked.notify()
 
     async def _watch(self, rank: int, member: ProducerMember) -> None:
         """Parked on a producer actor; its death ends the call within milliseconds."""
@@ -596,12 +585,6 @@ class Registry:
 
     # -- inside: small things -------------------------------------------------------------------------
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let it run until it ends, or the service closes."""
-        task = asyncio.create_task(work)
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
-
     def _layout(self) -> LayoutSnapshot:
         layout = self._producers.layout
         if layout is None:
@@ -632,29 +615,6 @@ class Registry:
     def _refuse_when_closing(self) -> None:
         if self._closing:
             raise SyncAborted(f"service {self._options.service!r} is shutting down")
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait(
-        self, done: Callable[[], bool], deadline: float = math.inf, what: Callable[[], str] = lambda: ""
-    ) -> None:
-        """Park until `done()`; every change of state re-evaluates it. Without a deadline something else must end it:
-        the outcome of an epoch comes at the latest from its watchdog.
-
-        Raises:
-            StallError: the deadline passed first.
-        """
-        async with self._changed:
-            while not done():
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise StallError(f"waited in vain for {what()}")
-                try:
-                    await asyncio.wait_for(self._changed.wait(), None if remaining == math.inf else remaining)
-                except TimeoutError:
-                    continue
 
 
 async def _quietly(ref: Any) -> None:

@@ -39,9 +39,9 @@ def test_survivors_hardly_notice_kills_and_nothing_is_torn_or_leaks(
     s = scene()
     chance = random.Random(7)
     kills = set(chance.sample(range(SYNCS), KILLS))
-    ray.get(s.workers["w0"].start_reader.remote())
+    ray.get([worker.start_reader.remote() for worker in s.workers.values()])
     first = s.version
-    delays, curve = [], []
+    delays, curve, seen_by_victims = [], [], []
     for turn in range(SYNCS):
         if turn % 30 == 0:
             curve.append(_held(s))
@@ -49,6 +49,7 @@ def test_survivors_hardly_notice_kills_and_nothing_is_torn_or_leaks(
             point = chance.choice(["starting", "pulling", "freeing"])
             ray.get(s.workers["w1"].hold_at.remote(point))
             pid = s.pid("w1")
+            seen_by_victims.append(ray.get(s.workers["w1"].stop_reader.remote()))
             publishing = s.publish()
             assert ray.get(s.workers["w1"].reached.remote())
             time.sleep(0.1)  # by now the survivor has done its part and waits for the outcome
@@ -58,10 +59,11 @@ def test_survivors_hardly_notice_kills_and_nothing_is_torn_or_leaks(
             delays.append(time.monotonic() - died)
             assert (report.installed, report.evicted) == (["w0"], ["w1"])
             s.workers["w1"] = s.worker("w1")
+            ray.get(s.workers["w1"].start_reader.remote())
         else:
             report, _ = ray.get(s.publish())[0]
             assert report.installed == ["w0", "w1"]
-            assert ray.get(s.workers["w1"].sync.remote(s.version)) == s.version
+            assert ray.get(s.workers["w1"].step_to.remote(s.version)) == s.version
             assert ray.get(s.workers["w1"].holds.remote(s.version))
         assert ray.get(s.workers["w0"].step_to.remote(s.version)) == s.version
     curve.append(_held(s))
@@ -72,14 +74,16 @@ def test_survivors_hardly_notice_kills_and_nothing_is_torn_or_leaks(
             f"\n{KILLS} kills in {SYNCS} syncs: survivors waited median {median(delays) * 1000:.0f} ms, "
             f"90 % {ordered[int(0.9 * KILLS)] * 1000:.0f} ms, worst {ordered[-1] * 1000:.0f} ms"
         )
-        print(f"requests saw {len(seen)} distinct (version, digest) pairs")
+        pairs_seen = len(seen) + sum(map(len, seen_by_victims))
+        print(f"requests on all workers saw {pairs_seen} distinct (version, digest) pairs")
         for name in curve[0]:
             print(f"{name:24}", *(held[name] for held in curve))
 
-    versions = [version for version, _ in seen]
-    assert versions == sorted(versions), "versions never go back"
-    assert versions == list(range(first, s.version + 1)), "every version was seen by requests"
-    assert all(crc == digest(model(version)) for version, crc in seen), "no request saw a mixture"
+    assert [version for version, _ in seen] == list(range(first, s.version + 1)), "requests saw every version"
+    for pairs in (seen, *seen_by_victims):
+        versions = [version for version, _ in pairs]
+        assert versions == sorted(versions), "versions never go back"
+        assert all(crc == digest(model(version)) for version, crc in pairs), "no request saw a mixture"
     assert median(delays) < 0.2
     assert max(delays) < 2.0
     warm, last = curve[WARM_UP // 30], curve[-1]
