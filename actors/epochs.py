@@ -155,7 +155,8 @@ class Epoch:
             for cid, stats in self.pulled.items()
         }
         phases = {"begin": self.begin_seconds}
-        for phase in ("pull", "scatter", "verify", "free"):
+        verified = any(w.regions_verified for w in workers.values())
+        for phase in ("pull", "scatter", *(("verify",) if verified else ()), "free"):
             phases[phase] = max((w.phases.get(phase, 0.0) for w in workers.values()), default=0.0)
         phases["commit"] = max(0.0, self.seconds - sum(phases.values()))
         nbytes = sum(w.bytes_wire for w in workers.values())

@@ -465,6 +465,9 @@ class Registry:
             await asyncio.gather(*(actor.begin_sync.remote(epoch.epoch, tuple(live)) for actor in actors))
         except Exception as error:
             raise SyncAborted(f"a producer could not open epoch {epoch.epoch}: {error}") from error
+        if not epoch.ranks <= self._producers.members.keys():
+            gone = sorted(epoch.ranks - self._producers.members.keys())
+            raise SyncAborted(f"trainer ranks {gone} died while epoch {epoch.epoch} was opened")
         epoch.begin_seconds = time.monotonic() - started
         self._epoch, self._gathering, gathering.opened = epoch, None, epoch
         self._parked.run(self._guard(epoch))
@@ -537,14 +540,16 @@ class Registry:
     async def _drop_producer(self, rank: int, why: str) -> None:
         """A rank is gone. A running epoch goes on if nobody needs it any more, or others hold what it held."""
         epoch, lost = self._epoch, self._producers.members[rank].registration.describe_held()
-        replaceable = self._producers.replaceable(rank)
-        self._producers.remove(rank)
         if epoch is not None and epoch.open and rank in epoch.ranks:
-            if replaceable or rank in epoch.ended:
+            dispensable = rank in epoch.ended or self._producers.replaceable(rank)
+            self._producers.remove(rank)
+            if dispensable:
                 epoch.lose(rank, why)
                 await self._settle()
             else:
                 await self._abort(f"trainer rank {rank}: {why}, and with it {lost}")
+        else:
+            self._producers.remove(rank)
         if self._gathering is not None and not self._gathering.opening:
             self._gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
             self._gathering = None

@@ -41,8 +41,8 @@ class SyncReport(_Report):
     needed_bytes: int = Field(description="bytes the workers hold of this model, all workers together")
     seconds: float = Field(description="from the last rank's publish call to the commit")
     phases: dict[str, float] = Field(
-        description="seconds: begin (epoch open on every producer), pull, scatter, verify and free (the slowest "
-        "worker's), commit (the rest)"
+        description="seconds: begin (epoch open on every producer), pull, scatter, verify (if on) and free (the "
+        "slowest worker's), commit (the rest)"
     )
     gbytes_per_second: float = Field(description="bytes / seconds / 1e9")
     installed: list[str]
