@@ -129,7 +129,7 @@ class FaultyWorker:
     def start_reader(self) -> None:
         """A request thread: again and again, between engine steps, it hashes all weights and their version."""
         self._engine_step = threading.Lock()
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[int | None, int]] = []
         self._reading = True
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -137,8 +137,9 @@ class FaultyWorker:
         while self._reading:
             with self._engine_step:
                 version = self._subscriber.version
-                if version is not None:
-                    self._seen.append((version, digest(self._tensors)))
+                seen = (version, digest(self._tensors))
+                if version is not None and self._seen[-1:] != [seen]:
+                    self._seen.append(seen)
             time.sleep(0.001)
 
     def step_to(self, version: int, timeout: float = 20.0) -> int:
@@ -150,10 +151,10 @@ class FaultyWorker:
             time.sleep(0.001)
         return self._subscriber.version or 0
 
-    def stop_reader(self) -> list[tuple[int, int]]:
+    def stop_reader(self) -> list[tuple[int | None, int]]:
         """(version, digest) as requests saw them, repeats dropped."""
         self._reading = False
-        return list(dict.fromkeys(self._seen))
+        return self._seen
 
     def usage(self) -> dict[str, int]:
         return usage() | {"registered_bytes": self._subscriber._agent._transport.registered_bytes}  # type: ignore[union-attr]
