@@ -23,6 +23,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -37,7 +38,7 @@ from weightsync.actors.options import RegistryOptions
 from weightsync.actors.pause import PausableEngine, PauseBracket
 from weightsync.actors.spawn import await_registry, call, this_node
 from weightsync.actors.staged_pull import StagedPull
-from weightsync.actors.transport import Peer, Transport, create_transport
+from weightsync.actors.transport import Peer, ReadHungError, Transport, create_transport
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import (
     InvalidLayoutError,
@@ -81,6 +82,7 @@ class ConsumerAgent:
         self._previous: int | None = None
         """The version that lies in the shadow since the last flip."""
         self._flips = 0
+        self._torn = False
         self._last_epoch = 0
         self._join()
         self._transport: Transport | None = None
@@ -90,7 +92,6 @@ class ConsumerAgent:
         self._generation = 0
         self._cond = threading.Condition()
         self._staged: int | None = None
-        self._torn = False
         self.pauses = PauseBracket(engine, lambda: not self._torn) if engine is not None else None
         self._callers = 0
         self._writing = False
@@ -158,8 +159,12 @@ class ConsumerAgent:
                 raise SyncError(
                     f"worker {self._worker!r} cannot roll back from version {self._version}: {self._no_way_back()}"
                 )
-            self._staged, self._previous = self._previous, None
-            told = self._flip()
+            self._staged = self._previous
+            try:
+                told = self._flip()
+            except SyncError:
+                self._staged = None  # it stays where it is, and the next sync must not bring it back
+                raise
             self._previous = None  # one step only: forward again is the next version
             version = self._version
         with contextlib.suppress(ray.exceptions.RayError, RegistrationError):  # it learns it when we join again
@@ -207,18 +212,33 @@ class ConsumerAgent:
     def _flip(self) -> Any:
         """What is staged becomes what requests see, together with its number. Returns the registry's answer to come."""
         assert self._destinations is not None
-        with self._engine_held():
+        with self._engine_held(InstallMode.SHADOW):  # in place it is held since the pull began
             self._destinations.flip()
             self._previous = self._version if self._install is InstallMode.SHADOW else None
             self._version, self._staged, self._torn = self._staged, None, False
         self._flips += 1
         return self._registry.installed.remote(*self._me, self._version, self._flips)
 
-    def _engine_held(self) -> contextlib.AbstractContextManager[None]:
-        """The engine at a step boundary. Whoever holds it here lets go in any case, so the lease is only a bound."""
-        if self.pauses is None:
-            return contextlib.nullcontext()
-        return self.pauses.held("install", self._options.stall_timeout_s)
+    @contextlib.contextmanager
+    def _engine_held(self, install: InstallMode) -> Iterator[None]:
+        """The engine at a step boundary, where this install mode needs it. The block lets go in any case, so the lease
+        is only a bound.
+
+        Raises:
+            SyncError: the engine does not pause.
+        """
+        if self.pauses is None or self._install is not install:
+            yield
+            return
+        try:
+            self.pauses.hold("install", self._options.stall_timeout_s)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise SyncError(f"the engine of worker {self._worker!r} does not pause ({why})") from error
+        try:
+            yield
+        finally:
+            self.pauses.release("install")
 
     def _error_for(self, wanted: int | None) -> WeightsyncError | None:
         """The error that ends a wait for `wanted`: a failed plan, or a failed attempt at it or a newer one."""
@@ -254,7 +274,7 @@ class ConsumerAgent:
                 self._install.value,
                 this_node(),
                 os.getpid(),
-                MemberHistory(self._version, self._last_epoch),
+                MemberHistory(self._version, self._last_epoch, self._torn),
             )
         )
         self.consumer_id, self._token = grant.consumer_id, grant.token
@@ -263,7 +283,7 @@ class ConsumerAgent:
 
     def _follow(self) -> None:
         """Do what the registry says next, until closed or replaced."""
-        while not self._closed:
+        while not self._closed and self._fatal is None:
             try:
                 work = call(self._registry.next_work.remote(*self._me, self._generation, self._last_epoch))
                 if isinstance(work, LayoutSnapshot):
@@ -298,7 +318,7 @@ class ConsumerAgent:
         return True
 
     def _stop(self, error: Exception) -> None:
-        """The registry is gone, closing, or has replaced us: every `sync` from now on says so."""
+        """This worker takes part in nothing more, and every `sync` from now on says why."""
         with self._cond:
             if not self._closed:
                 log.warning("worker %s stops following: %s", self._worker, error)
@@ -308,6 +328,7 @@ class ConsumerAgent:
                 else SyncError(f"worker {self._worker!r} lost the registry ({type(error).__name__}: {error})")
             )
             self._cond.notify_all()
+        self._lifeline.close()  # nobody must wait for it
 
     def _plan(self, layout: LayoutSnapshot) -> None:
         """Record once per manifest, plan and register once per layout, and tell the registry."""
@@ -344,12 +365,12 @@ class ConsumerAgent:
             Peer(rank, rank, producer.agent_metadata, actor)
             for rank, (producer, actor) in enumerate(zip(layout.producers, actors, strict=True))
         ]
-        common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id, self._options.verify)
+        common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id)
         if layout.mode is PublishMode.STAGED:
             return StagedPull(*common, self._options.num_serve_buffers)
         for peer in peers:
             self._transport.connect(peer)
-        return LivePull(*common)
+        return LivePull(*common, self._options.verify)
 
     def _record(self, layout: LayoutSnapshot) -> list[RecordedCopy]:
         """The worker's distinct copies; recorded again only if the model itself changed."""
@@ -371,17 +392,15 @@ class ConsumerAgent:
             return
         if not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
             return
-        in_place = self._install is InstallMode.IN_PLACE
-        with self._engine_held() if in_place else contextlib.nullcontext():
-            self._take_part(begin)
-
-    def _take_part(self, begin: EpochBegin) -> None:
         try:
-            stats = self._pull_version(begin)
-            refusal = call(self._registry.pulled.remote(*self._me, begin.epoch, stats))
+            with self._engine_held(InstallMode.IN_PLACE):
+                self._take_part(begin)
         except (SyncError, ray.exceptions.RayError) as error:
             self._attempt_failed(begin, error)
-            return
+
+    def _take_part(self, begin: EpochBegin) -> None:
+        stats = self._pull_version(begin)
+        refusal = call(self._registry.pulled.remote(*self._me, begin.epoch, stats))
         with self._cond:
             self._writing = False
             if refusal is None:
@@ -426,6 +445,8 @@ class ConsumerAgent:
             self._cond.notify_all()
         everyone = isinstance(failure, DigestMismatchError)  # wrong at its source, for all we know
         call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure), everyone))
+        if isinstance(failure, ReadHungError):
+            self._stop(SyncError(f"{failure}; it may still write, so this worker must be restarted"))
 
 
 def _loader_error(worker: str, error: Exception) -> WeightsyncError:

@@ -114,9 +114,12 @@ class Epoch:
 
     def refusal(self, member: ConsumerMember) -> str | None:
         """Why a consumer that pulled may not install, once that is known; None if it may."""
+        if self.state is EpochState.ABORTED:
+            return f"was aborted: {self.error}"
         if member.consumer_id not in self.live:
-            return f"was committed without worker {member.worker!r}: {self.evicted.get(member.worker, 'it left')}"
-        return None if self.state is EpochState.COMMITTED else f"was aborted: {self.error}"
+            how = "goes on" if self.open else "was committed"
+            return f"{how} without worker {member.worker!r}: {self.evicted.get(member.worker, 'it left')}"
+        return None
 
     def close(self, state: EpochState, error: str | None = None) -> None:
         if not self.open:

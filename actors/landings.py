@@ -85,6 +85,7 @@ class Landings:
         self._landings: dict[int, list[_Landing]] = defaultdict(list)
         self.scatters: dict[int, list[Scatter]] = defaultdict(list)
         self.scratch: list[torch.Tensor] = []
+        self._known: tuple[frozenset[int], tuple[dict[str, Source], list[int]]] | None = None
         self.runs = self._plan(copies)
 
     def elsewhere(self, group: int, lost: Collection[int], wanted: RankRuns) -> dict[int, RankRuns]:
@@ -158,10 +159,13 @@ class Landings:
 
     def _sources(self, lost: Collection[int]) -> tuple[dict[str, Source], list[int]]:
         """(name -> what ranks that are not lost hold of it, rank per session)."""
+        if self._known is not None and self._known[0] == frozenset(lost):  # every group of a lost rank asks
+            return self._known[1]
         tables = [list(p.table) for p in self._layout.producers if p.rank not in lost]
         sources, agents, _ = build_sources(merge_shard_tables(tables, self._consumer_id))
         rank_of = {producer.agent_name: producer.rank for producer in self._layout.producers}
-        return sources, [rank_of[agent] for agent in agents]
+        self._known = frozenset(lost), (sources, [rank_of[agent] for agent in agents])
+        return self._known[1]
 
 
 def _joined(parts: Sequence[_Part]) -> RankRuns:

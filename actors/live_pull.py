@@ -8,6 +8,7 @@ last read of the group it frees, never precedes it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.dtypes import dtype_from_name
 from weightsync.protocol.errors import InvalidLayoutError, SyncError
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
+
+log = logging.getLogger("weightsync.consumer")
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,9 @@ class LivePull:
             reply = self._peers[rank].actor.digests.remote(context.consumer_id, context.epoch)
             try:
                 expected = ray.get(reply)
-            except ray.exceptions.RayActorError:  # what it gave before it died cannot be checked any more
-                attempt.rank_failed(rank)
+            except ray.exceptions.RayActorError as error:
+                _check_gone(rank, error, attempt)
+                log.warning("epoch %d: what rank %d gave before it died is not verified", context.epoch, rank)
                 continue
             for group, own in zip(self._groups_of(rank), expected, strict=True):
                 self._check_group(group, rank, own, attempt)
@@ -217,8 +221,17 @@ class LivePull:
             try:
                 ray.get(signal)
             except ray.exceptions.RayActorError as error:
-                if not attempt.rank_failed(rank):
-                    raise SyncError(f"rank {rank}'s producer does not take free signals ({error})") from error
+                _check_gone(rank, error, attempt)
+
+
+def _check_gone(rank: int, error: ray.exceptions.RayActorError, attempt: Attempt) -> None:
+    """Its producer does not answer: that is nothing to wait for if the epoch goes on without the rank.
+
+    Raises:
+        SyncError: it does not, or the rank is a member still.
+    """
+    if not attempt.rank_failed(rank):
+        raise SyncError(f"rank {rank}'s producer does not answer ({error})") from error
 
 
 def _counts(runs: RankRuns) -> tuple[int, ...]:

@@ -13,7 +13,14 @@ from typing import Any
 from weightsync.actors.epochs import ConsumerMember
 from weightsync.protocol.errors import InvalidLayoutError, MembershipLostError, RegistrationError
 from weightsync.protocol.groups import layerwise_groups
-from weightsync.protocol.messages import ConsumerState, LayoutSnapshot, ProducerRegistration, PublishMode, TensorMeta
+from weightsync.protocol.messages import (
+    ConsumerState,
+    LayoutSnapshot,
+    MemberHistory,
+    ProducerRegistration,
+    PublishMode,
+    TensorMeta,
+)
 from weightsync.protocol.shards import check_complete, merge_shard_tables
 from weightsync.protocol.status import ProducerStatus
 
@@ -114,7 +121,7 @@ class ConsumerTable:
     def by_name(self, worker: str) -> ConsumerMember | None:
         return next((member for member in self.members.values() if member.worker == worker), None)
 
-    def add(self, worker: str, install: str, node_id: str, pid: int, version: int | None) -> ConsumerMember:
+    def add(self, worker: str, install: str, node_id: str, pid: int, known: MemberHistory) -> ConsumerMember:
         """Admit a worker; it replaces the one of its name.
 
         Raises:
@@ -126,7 +133,9 @@ class ConsumerTable:
                 "max_consumers"
             )
         consumer_id = self._ids.setdefault(worker, len(self._ids))
-        member = ConsumerMember(worker, consumer_id, secrets.token_hex(16), install, node_id, pid, version=version)
+        member = ConsumerMember(
+            worker, consumer_id, secrets.token_hex(16), install, node_id, pid, version=known.version, torn=known.torn
+        )
         self.members[consumer_id] = member
         return member
 

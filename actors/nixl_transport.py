@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.actors.transport import Peer, PreparedRead, ReadContext, ReadFailedError, Transport
-from weightsync.protocol.errors import StallError, SyncError
+from weightsync.actors.transport import Peer, PreparedRead, ReadContext, ReadFailedError, ReadHungError, Transport
+from weightsync.protocol.errors import SyncError
 
 _PROGRESS_PAUSE_US = 100
 _patch_lock = threading.Lock()
@@ -133,7 +133,7 @@ class NixlTransport(Transport):
             if len(running) < len(pending):
                 moved_at = now
             elif now - moved_at > context.stall_timeout_s:
-                raise StallError(f"{_described(running, context)}: nothing came for {context.stall_timeout_s:g} s")
+                raise ReadHungError(f"{_described(running, context)}: nothing came for {context.stall_timeout_s:g} s")
             pending, step = running, self._agent.check_xfer_state
             if pending:
                 time.sleep(pause_s)

@@ -35,25 +35,17 @@ class PauseBracket:
     Args:
         engine: paused by the first hold, resumed by the last release.
         may_run: False while its weights must not be used.
-        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, engine: PausableEngine, may_run: Callable[[], bool], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engine: PausableEngine, may_run: Callable[[], bool]) -> None:
         self._engine = engine
         self._may_run = may_run
-        self._clock = clock
         self._cond = threading.Condition()
         self._until: dict[str, float] = {}
         self._paused = False
         self._closed = False
         self._watch = threading.Thread(target=self._expire, name="weightsync-pause", daemon=True)
         self._watch.start()
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
 
     @property
     def holders(self) -> list[str]:
@@ -74,7 +66,7 @@ class PauseBracket:
             if not self._paused:
                 self._engine.pause()
                 self._paused = True
-            self._until[holder] = self._clock() + lease_s
+            self._until[holder] = time.monotonic() + lease_s
             self._cond.notify_all()
 
     def release(self, holder: str) -> None:
@@ -116,7 +108,7 @@ class PauseBracket:
         """Ends leases that nobody renewed."""
         with self._cond:
             while not self._closed:
-                now = self._clock()
+                now = time.monotonic()
                 for holder, until in list(self._until.items()):
                     if until <= now:
                         log.warning("the pause held by %s ran out; the engine goes on", holder)

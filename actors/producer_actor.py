@@ -87,6 +87,7 @@ class ProducerActor:
         self._segments: dict[str, SharedSegment] = {}
         self._plans: dict[int, Sequence[SlotRequest]] = {}
         self._digests_wanted: dict[int, tuple[Regions, ...]] = {}
+        self._digests_revision = 0
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
@@ -111,9 +112,10 @@ class ProducerActor:
         self._producer.publish_group(group, {name: _unpack(memory, rest) for name, *rest in tensors})
 
     @ray.method(concurrency_group="control")
-    def digests_wanted(self) -> dict[int, tuple[Regions, ...]]:
-        """Per consumer, what of the rank's memory it will check."""
-        return self._digests_wanted
+    def digests_wanted(self, known: int) -> tuple[int, dict[int, tuple[Regions, ...]]] | None:
+        """(revision, per consumer what of the rank's memory it will check), or None if the revision is `known`."""
+        with self._lock:
+            return None if self._digests_revision == known else (self._digests_revision, dict(self._digests_wanted))
 
     @ray.method(concurrency_group="control")
     def post_digests(self, epoch: int, digests: Mapping[int, Sequence[Sequence[int]]]) -> None:
@@ -186,7 +188,9 @@ class ProducerActor:
     @ray.method(concurrency_group="control")
     def expect_digests(self, consumer_id: int, regions: tuple[Regions, ...]) -> None:
         """A consumer will check these parts of the rank's own memory."""
-        self._digests_wanted[consumer_id] = regions
+        with self._lock:
+            self._digests_wanted[consumer_id] = regions
+            self._digests_revision += 1
 
     @ray.method(concurrency_group="serve")
     def digests(self, consumer_id: int, epoch: int) -> Sequence[Sequence[int]]:

@@ -209,7 +209,7 @@ class Registry:
         namesake = self._consumers.by_name(worker)
         if namesake is not None:
             await self._evict(namesake.consumer_id, f"replaced by process {pid}")
-        member = self._consumers.add(worker, install, node_id, pid, known.version)
+        member = self._consumers.add(worker, install, node_id, pid, known)
         self._catch_up(known)
         address = await self._lifelines.address()
         self._lifelines.expect(member.consumer_id, member.token)
@@ -297,6 +297,7 @@ class Registry:
             return False
         member.state, member.bytes_done, member.staged_version = ConsumerState.PULLING, 0, None
         member.waits_for, member.moved_at = "", time.monotonic()
+        member.torn = member.torn or member.writes_live  # until a whole version is installed
         return True
 
     async def outlives(self, consumer_id: int, token: str, epoch: int, rank: int) -> bool:
@@ -314,10 +315,10 @@ class Registry:
                 time.monotonic() + _DEATH_NOTICED_S,
                 lambda: f"word of the death of rank {rank}",
             )
-        if not running.open:
-            raise SyncAborted(self._aborted_text(running))
         if consumer_id not in running.live:
             raise StaleEpochError(f"consumer {consumer_id} was evicted from epoch {epoch}")
+        if not running.open:
+            raise SyncAborted(self._aborted_text(running))
         return rank not in running.ranks
 
     async def progress(self, consumer_id: int, token: str, epoch: int, bytes_done: int, waits_for: str) -> None:
@@ -341,15 +342,16 @@ class Registry:
         await self._settle()
         await self._parked.until(lambda: not running.open or consumer_id not in running.live)
         refusal = running.refusal(member)
-        member.state, member.torn = ConsumerState.IDLE, refusal is not None and member.writes_live
+        member.state = ConsumerState.IDLE
         member.staged_version = running.version if refusal is None else None
         return refusal
 
     async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str, everyone: bool) -> None:
         """A worker's own attempt failed; survivors go on without it, unless it is `everyone`'s failure."""
         member = self._check_consumer(consumer_id, token)
-        member.state, member.error, member.torn = ConsumerState.IDLE, message, member.writes_live
-        if self._epoch is None or self._epoch.epoch != epoch:
+        member.state, member.error = ConsumerState.IDLE, message
+        running = self._epoch
+        if running is None or running.epoch != epoch or consumer_id not in running.live:
             return
         if everyone:
             await self._abort(f"worker {member.worker}: {message}")

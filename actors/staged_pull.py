@@ -18,7 +18,7 @@ import torch
 
 from weightsync.actors.attempt import Attempt
 from weightsync.actors.destinations import Destinations
-from weightsync.actors.digests import Verify, differing, mismatch
+from weightsync.actors.digests import differing, mismatch
 from weightsync.actors.live_pull import needed_bytes, timed
 from weightsync.actors.producer_actor import SlotRequest, slot_regions
 from weightsync.actors.transport import Peer, ReadContext, Transport
@@ -47,13 +47,11 @@ class StagedPull:
         transport: Transport,
         peers: Sequence[Peer],
         consumer_id: int,
-        verify: Verify,
         num_slots: int,
     ) -> None:
         self._destinations = destinations
         self._transport = transport
         self._num_slots = num_slots
-        self._verify = verify
         plan = _plan(layout, copies, consumer_id)
         self._pre_free = plan.pre_free
         self._chunks = plan.chunks
@@ -151,6 +149,8 @@ class StagedPull:
         Raises:
             DigestMismatchError: they are wrong again.
         """
+        if not expected:
+            return
         landed = slot_regions(slot, _pieces(chunk))
         attempt.regions_verified += sum(digest >= 0 for digest in expected)
         wrong = differing(landed, expected)

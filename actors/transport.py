@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from weightsync.protocol.errors import SyncError, TransportUnavailableError
+from weightsync.protocol.errors import StallError, SyncError, TransportUnavailableError
 
 TRANSPORT_NAMES = ("nixl", "object_store")
 
@@ -59,6 +59,10 @@ class ReadFailedError(SyncError):
     def __init__(self, message: str, failed: Sequence[PreparedRead]) -> None:
         super().__init__(message)
         self.failed = tuple(failed)
+
+
+class ReadHungError(StallError):
+    """A read neither completes nor fails. It may still write its destination, whenever; nothing may use that again."""
 
 
 class Transport(ABC):
@@ -100,7 +104,7 @@ class Transport(ABC):
 
         Raises:
             ReadFailedError: a peer is gone or refuses; the message names its rank.
-            StallError: no read completed for the context's stall timeout; its destination cannot be trusted again.
+            ReadHungError: no read completed for the context's stall timeout.
         """
 
     @abstractmethod

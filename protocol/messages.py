@@ -62,6 +62,8 @@ class MemberHistory:
 
     version: int | None = None
     epoch: int = 0
+    torn: bool = False
+    """A worker's weights are a mixture: an attempt to write them in place failed."""
 
 
 @dataclass(frozen=True)

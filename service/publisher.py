@@ -318,7 +318,10 @@ class Publisher:
 
     def _serve_live(self, grant: EpochGrant) -> None:
         if self._options.verify != "off":  # consumers pull meanwhile, and wait for them before they free anything
-            self._digests.expect(call(self._actor.digests_wanted.remote()))
+            news = call(self._actor.digests_wanted.remote(self._digests.revision))
+            if news is not None:
+                revision, wanted = news
+                self._digests.expect(wanted, revision)
             digests = self._digests.compute(grant.live_consumers, grant.epoch, self._options.verify)
             call(self._actor.post_digests.remote(grant.epoch, digests))
         self._await_actor(self._actor.publish_live.remote(grant.groups))

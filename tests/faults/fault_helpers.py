@@ -18,6 +18,7 @@ import torch
 from helpers import RowSource, equal, model
 
 from weightsync.actors.staged_pull import StagedPull
+from weightsync.actors.transport import ReadHungError
 from weightsync.protocol.errors import SyncError
 from weightsync.protocol.status import SyncReport
 from weightsync.service import Publisher, Settings, StateDictTarget, Subscriber, start
@@ -237,15 +238,15 @@ class FaultyWorker:
         """(whether it is paused, how often it was)."""
         return self._engine.paused, self._engine.pauses
 
-    def break_next_pull(self) -> None:
-        """The next read fails as if the link had; the ones after it work."""
+    def break_next_pull(self, hangs: bool = False) -> None:
+        """The next read fails, or is given up as hanging, as if the link did; the ones after it work."""
         pull = self._subscriber._agent._pull
         assert pull is not None
         transport, original = pull._transport, pull._transport.read
 
         def broken(*args: Any, **kwargs: Any) -> None:
             transport.read = original  # type: ignore[method-assign]
-            raise SyncError("the link broke (injected)")
+            raise ReadHungError("nothing came (injected)") if hangs else SyncError("the link broke (injected)")
 
         transport.read = broken  # type: ignore[method-assign]
 

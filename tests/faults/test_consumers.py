@@ -136,6 +136,41 @@ def test_a_worker_that_stands_still_is_evicted_long_before_its_lease_and_fenced(
         s.check_sync(["w0", "w1"])
 
 
+@pytest.mark.slow
+def test_a_worker_evicted_while_it_writes_in_place_is_ready_nowhere(scene: BuildScene) -> None:
+    s = scene(install="in_place", lease_s=3.0, stall_timeout_s=10.0)
+    ray.get(s.workers["w1"].hold_at.remote("pulling"))
+    syncing = [w.sync.remote(s.version + 1) for w in s.workers.values()]
+    report, _ = ray.get(s.publish())[0]
+    assert (report.installed, report.evicted) == (["w0"], ["w1"])
+    ray.get(s.workers["w1"].go_on.remote())
+    with pytest.raises(ray.exceptions.RayTaskError, match="without worker 'w1': it stalled"):
+        ray.get(syncing[1], timeout=QUICK_S)
+    assert ray.get(s.workers["w1"].state.remote()) == (s.version - 1, False)
+    assert {c.worker: c.ready for c in s.service.status().consumers} == {"w0": True, "w1": False}
+    for _ in range(3):
+        s.check_sync(["w0", "w1"])
+    assert {c.worker: c.ready for c in s.service.status().consumers} == {"w0": True, "w1": True}
+
+
+@pytest.mark.slow
+def test_a_worker_whose_read_hangs_takes_part_no_more_and_holds_nobody_up(scene: BuildScene) -> None:
+    s = scene()
+    ray.get(s.workers["w1"].break_next_pull.remote(hangs=True))
+    report, seconds = ray.get(s.publish())[0]
+    assert seconds < QUICK_S
+    assert (report.installed, report.evicted) == (["w0"], ["w1"])
+    for _ in range(3):
+        s.check_sync(["w0"])
+    assert [c.worker for c in s.service.status().consumers] == ["w0"]
+    with pytest.raises(ray.exceptions.RayTaskError, match="it may still write, so this worker must be restarted"):
+        ray.get(s.workers["w1"].sync.remote(s.version, 5.0))
+    assert ray.get(s.workers["w1"].holds.remote(s.version - 4)), "what requests see was never touched"
+    ray.get(s.workers.pop("w1").close.remote())
+    s.workers["w1"] = s.worker("w1")
+    s.check_sync(["w0", "w1"])
+
+
 def test_when_nobody_moves_the_sync_is_given_up_saying_who_waits_for_whom(scene: BuildScene) -> None:
     s = scene(lease_s=3.0, stall_timeout_s=10.0)
     for worker in s.workers.values():
@@ -183,14 +218,14 @@ def test_an_engine_paused_by_a_driver_that_dies_goes_on_by_itself(scene: BuildSc
 
 def test_an_engine_is_paused_for_an_install_only_and_stays_so_only_while_it_is_torn(scene: BuildScene) -> None:
     s = scene(install="in_place")
-    for worker in s.workers.values():
-        paused, before = ray.get(worker.engine.remote())
-        assert not paused
-        ray.get(worker.hold_at.remote("pulling"))
+    before = ray.get([w.engine.remote() for w in s.workers.values()])
+    assert not any(paused for paused, _ in before)
+    ray.get([w.hold_at.remote("pulling") for w in s.workers.values()])
     syncing = [w.sync.remote(s.version + 1) for w in s.workers.values()]
     publishing = s.publish()
     assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
-    assert ray.get(s.workers["w0"].engine.remote()) == (True, before + 1), "held while its weights are written"
+    now = ray.get([w.engine.remote() for w in s.workers.values()])
+    assert now == [(True, pauses + 1) for _, pauses in before], "held while their weights are written"
     kill(ray.get(s.trainers[1].pid.remote()))
     with pytest.raises(ray.exceptions.RayTaskError, match="was aborted"):
         ray.get(publishing[0], timeout=QUICK_S)

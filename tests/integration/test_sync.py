@@ -13,6 +13,7 @@ from helpers import Trainer, Worker, equal, model
 from torch import nn
 
 from weightsync.protocol.errors import SyncError
+from weightsync.protocol.messages import MemberHistory
 from weightsync.service import (
     ModuleSource,
     ModuleTarget,
@@ -287,6 +288,103 @@ def test_a_worker_rolls_back_one_version_until_the_next_pull_begins(
             worker.rollback()
         with pytest.raises(ValueError, match=r"no engine to pause; give it one: Subscriber\(\.\.\., engine="):
             worker.pause()
+
+
+class _Stubborn:
+    """An engine that does not pause as often as `refusals` says."""
+
+    def __init__(self) -> None:
+        self.running, self.refusals = True, 0
+
+    def pause(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("a request does not end (injected)")
+        self.running = False
+
+    def resume(self) -> None:
+        self.running = True
+
+
+@pytest.mark.parametrize("install", ["shadow", "in_place"])
+def test_an_engine_that_does_not_pause_keeps_its_version_and_gets_the_next(
+    service: ServiceHandle, fresh: Callable[[], int], install: str
+) -> None:
+    first = fresh()
+    source, target, engine = {"w": torch.ones(4)}, {"w": torch.zeros(4)}, _Stubborn()
+    with (
+        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Subscriber(service, "w0", StateDictTarget(target), install=install, engine=engine) as worker,
+    ):
+
+        def step(version: int, refusals: int) -> None:
+            source["w"].fill_(version)
+            engine.refusals = refusals
+            failed: list[Exception] = []
+
+            def publish() -> None:
+                try:
+                    publisher.publish(version, timeout=20)
+                except Exception as error:
+                    failed.append(error)
+
+            thread = threading.Thread(target=publish)
+            thread.start()
+            try:
+                worker.sync(version, 20)
+            finally:
+                thread.join()
+            assert failed == []
+
+        step(first, 0)
+        with pytest.raises(SyncError, match=r"engine of worker 'w0' does not pause \(RuntimeError: a request does not"):
+            step(first + 1, 1)
+        assert (worker.version, worker.ready, engine.running) == (first, True, True)
+        assert target["w"].tolist() == [float(first)] * 4
+        if install == "shadow":
+            assert worker.sync() == first + 1, "it is whole and lies beside, so the next sync installs it"
+        step(first + 2, 0)
+        assert target["w"].tolist() == [float(first + 2)] * 4
+        if install == "shadow":
+            engine.refusals = 1
+            with pytest.raises(SyncError, match="does not pause"):
+                worker.rollback()
+            assert worker.sync() == first + 2, "a rollback that failed happens at no later sync"
+            assert worker.rollback() == first + 1
+            assert target["w"].tolist() == [float(first + 1)] * 4
+
+
+def test_a_failure_told_by_a_worker_that_is_not_in_the_sync_ends_nothing(
+    service: ServiceHandle, fresh: Callable[[], int]
+) -> None:
+    version = fresh()
+    source, target, may_read = {"w": torch.ones(4)}, {"w": torch.zeros(4)}, threading.Event()
+    registry = service.registry
+    with (
+        Publisher(service, 0, 1, StateDictSource(source)) as publisher,
+        Subscriber(service, "w0", StateDictTarget(target)) as worker,
+    ):
+        transport = worker._agent._pull._transport  # type: ignore[union-attr]
+        read, reading = transport.read, threading.Event()
+
+        def held(*args: object) -> None:
+            reading.set()
+            may_read.wait(20)
+            read(*args)  # type: ignore[arg-type]
+
+        transport.read = held  # type: ignore[method-assign]
+        thread = threading.Thread(target=publisher.publish, args=(version, 20))
+        thread.start()
+        assert reading.wait(20)
+        epoch = service.status().epoch
+        assert epoch is not None
+        late = ray.get(registry.register_consumer.remote("late", "shadow", "n", 1, MemberHistory()))
+        ray.get(registry.pull_failed.remote(late.consumer_id, late.token, epoch.epoch, "wrong bytes", True))
+        may_read.set()
+        thread.join(20)
+        assert worker.sync(version, 20) == version
+        assert torch.equal(target["w"], source["w"])
+        ray.get(registry.unregister_consumer.remote(late.consumer_id, late.token))
 
 
 def test_a_late_joiner_is_not_ready_until_it_has_a_version(service: ServiceHandle, fresh: Callable[[], int]) -> None:
