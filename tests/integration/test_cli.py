@@ -65,6 +65,12 @@ class Shell:
         except psutil.Error:
             return False
 
+    def await_process(self, name: str) -> None:
+        deadline = time.monotonic() + 60
+        while name not in {p.info["name"] for p in psutil.process_iter(["name"]) if self._is_ours(p)}:
+            assert time.monotonic() < deadline, f"no {name} in 60 s"
+            time.sleep(0.1)
+
     def assert_nothing_left(self) -> None:
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -119,7 +125,7 @@ def test_ctrl_c_in_the_demo_says_one_line_and_leaves_nothing(shell: Shell, momen
     assert process.stdout is not None
     said, url = "", None
     if moment == "starting":
-        time.sleep(6)
+        shell.await_process("gcs_server")  # Ray is coming up, and has to go down again
     while moment != "starting" and moment not in said:
         line = process.stdout.readline()
         assert line, f"ended before it said {moment!r}: {said}"
