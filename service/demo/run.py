@@ -16,6 +16,7 @@ import contextlib
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -55,18 +56,21 @@ def run_demo(
     config = model_config(size)
     given: dict[str, Any] = {} if transport is None else {"transport": transport}
     settings = Settings(http_port=0, min_consumers=TENSOR_PARALLEL, **given)
-    stage = _Stage(view)
+    stage, interrupted = _Stage(view), threading.Event()
     try:
-        with _sigterm_interrupts(), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
+        with _interrupts_noted(interrupted), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
             try:
                 result = stage.play(size, config, versions, mode, install, settings)
             finally:
-                with _undisturbed():
+                with _undisturbed(interrupted):
                     stage.close()
     except KeyboardInterrupt:
         view.say("Interrupted: everything stopped.")
         return 130
     except (WeightsyncError, ray.exceptions.RayError) as error:
+        if interrupted.is_set():  # Ray's processes got the same Ctrl-C, and their end was noticed first
+            view.say("Interrupted: everything stopped.")
+            return 130
         view.say(f"[red]failed:[/] {_first_line(error)}")
         return 1
     if json_output:
@@ -172,23 +176,29 @@ class _Stage:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the demo the way Ctrl-C does."""
+def _interrupts_noted(interrupted: threading.Event) -> Iterator[None]:
+    """Ctrl-C is noted, and SIGTERM ends the demo the way Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {sig: signal.signal(sig, interrupt) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not interrupt the clean-up of the first."""
-    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
+def _undisturbed(interrupted: threading.Event) -> Iterator[None]:
+    """A Ctrl-C must not interrupt the clean-up, of another one or of an error; it is noted."""
+
+    def note(*_: object) -> None:
+        interrupted.set()
+
+    before = {sig: signal.signal(sig, note) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
