@@ -584,10 +584,13 @@ class Registry:
                 for member in self._producers.members.values():
                     member.actor.touch.remote(epoch.epoch)
             stalled = [c for c in outstanding if now - moved_at[c] > patience_s]
-            if stalled and len(stalled) < len(epoch.live):
+            others_move = len(outstanding) < len(epoch.live) or any(
+                now - at < patience_s / 2 for at in moved_at.values()
+            )
+            if stalled and others_move:
                 for consumer in [self._consumers.members[c] for c in stalled]:
                     await self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
-            elif len(stalled) == len(epoch.live) or (not outstanding and now - epoch.moved_at > patience_s):
+            elif stalled == outstanding and (stalled or now - epoch.moved_at > patience_s):
                 await self._abort(f"nothing moved for {patience_s:g} s: {'; '.join(await self.why())}")
 
     # -- inside: small things -------------------------------------------------------------------------
