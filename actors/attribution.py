@@ -90,3 +90,17 @@ def _producer_line(
 def _name(consumer_id: int, consumers: Mapping[int, ConsumerMember]) -> str:
     member = consumers.get(consumer_id)
     return f"worker {member.worker}" if member else f"consumer {consumer_id} (gone)"
+
+
+def who_holds_others_up(moved_at: Mapping[int, float], some_are_done: bool, now: float, patience_s: float) -> list[int]:
+    """Consumers that stand still while others move; nobody, if nobody moves.
+
+    Args:
+        moved_at: when each consumer that is not done moved last, in seconds of the clock of `now`.
+        some_are_done: others wait for these with all their work behind them.
+        patience_s: standing still for longer is a stall; who moved within half of it moves. In between nobody can
+            tell yet: two that stopped together are never the reason to evict the one that stopped first.
+    """
+    stalled = [consumer for consumer, at in moved_at.items() if now - at > patience_s]
+    others_move = some_are_done or any(now - at < patience_s / 2 for at in moved_at.values())
+    return stalled if others_move else []

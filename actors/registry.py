@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 
-from weightsync.actors.attribution import ask_ledgers, explain_consumer, explain_epoch
+from weightsync.actors.attribution import ask_ledgers, explain_consumer, explain_epoch, who_holds_others_up
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.actors.gathering import Gathering, check_version
 from weightsync.actors.lifelines import LifelineServer
@@ -583,14 +583,10 @@ class Registry:
                 told_at = now
                 for member in self._producers.members.values():
                     member.actor.touch.remote(epoch.epoch)
-            stalled = [c for c in outstanding if now - moved_at[c] > patience_s]
-            others_move = len(outstanding) < len(epoch.live) or any(
-                now - at < patience_s / 2 for at in moved_at.values()
-            )
-            if stalled and others_move:
-                for consumer in [self._consumers.members[c] for c in stalled]:
-                    await self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
-            elif stalled == outstanding and (stalled or now - epoch.moved_at > patience_s):
+            holding_up = who_holds_others_up(moved_at, len(outstanding) < len(epoch.live), now, patience_s)
+            for consumer in [self._consumers.members[c] for c in holding_up]:
+                await self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
+            if not holding_up and now - max(moved_at.values(), default=epoch.moved_at) > patience_s:
                 await self._abort(f"nothing moved for {patience_s:g} s: {'; '.join(await self.why())}")
 
     # -- inside: small things -------------------------------------------------------------------------

@@ -50,3 +50,22 @@ def test_every_folder_of_modules_is_packaged() -> None:
     for folder in ("protocol", "actors", "service"):
         for init in (ROOT / folder).rglob("__init__.py"):
             assert f'"weightsync.{".".join(init.parent.relative_to(ROOT).parts)}"' in listed, init
+
+
+def test_the_public_names_load_when_they_are_used_and_the_command_line_needs_none_of_them() -> None:
+    program = """
+import sys
+import weightsync.service.cli
+import weightsync.service as service
+assert not {"torch", "ray"} & sys.modules.keys(), "slow to import"
+assert set(service.__all__) == set(service._MODULE_OF) <= set(dir(service))
+for name in service.__all__:
+    assert getattr(service, name).__module__ == f"weightsync.{service._MODULE_OF[name]}", name
+try:
+    service.Nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "'Nothing'" in done.stdout

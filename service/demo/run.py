@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -57,18 +57,21 @@ def run_demo(
     given: dict[str, Any] = {} if transport is None else {"transport": transport}
     settings = Settings(http_port=0, min_consumers=TENSOR_PARALLEL, **given)
     stage, interrupted = _Stage(view), threading.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
     try:
-        with _interrupts_noted(interrupted), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
+        with _on_interrupt(interrupt), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
             try:
                 result = stage.play(size, config, versions, mode, install, settings)
             finally:
-                with _undisturbed(interrupted):
+                with _on_interrupt(interrupted.set):  # nothing interrupts the clean-up
                     stage.close()
-    except KeyboardInterrupt:
-        view.say("Interrupted: everything stopped.")
-        return 130
-    except (WeightsyncError, ray.exceptions.RayError) as error:
-        if interrupted.is_set():  # Ray's processes got the same Ctrl-C, and their end was noticed first
+    except (KeyboardInterrupt, WeightsyncError, ray.exceptions.RayError) as error:
+        # Ray's processes get the same Ctrl-C, and their end may be noticed first
+        if interrupted.is_set() or isinstance(error, KeyboardInterrupt):
             view.say("Interrupted: everything stopped.")
             return 130
         view.say(f"[red]failed:[/] {_first_line(error)}")
@@ -176,29 +179,13 @@ class _Stage:
 
 
 @contextlib.contextmanager
-def _interrupts_noted(interrupted: threading.Event) -> Iterator[None]:
-    """Ctrl-C is noted, and SIGTERM ends the demo the way Ctrl-C does."""
+def _on_interrupt(react: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM do this, and nothing else, inside the block."""
 
-    def interrupt(*_: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
+    def handle(*_: object) -> None:
+        react()
 
-    before = {sig: signal.signal(sig, interrupt) for sig in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
-
-
-@contextlib.contextmanager
-def _undisturbed(interrupted: threading.Event) -> Iterator[None]:
-    """A Ctrl-C must not interrupt the clean-up, of another one or of an error; it is noted."""
-
-    def note(*_: object) -> None:
-        interrupted.set()
-
-    before = {sig: signal.signal(sig, note) for sig in (signal.SIGINT, signal.SIGTERM)}
+    before = {sig: signal.signal(sig, handle) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weightsync.actors.attribution import explain_epoch
+import pytest
+
+from weightsync.actors.attribution import explain_epoch, who_holds_others_up
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.protocol.ledger import LedgerSnapshot, SyncState, Wait
 from weightsync.protocol.messages import ConsumerState, LayoutSnapshot, PublishMode, PullStats
@@ -66,3 +68,25 @@ def test_a_producer_that_does_not_answer_says_so() -> None:
     assert explain([], {2: "its producer does not answer (TimeoutError)"}) == (
         "trainer rank 2: its producer does not answer (TimeoutError)"
     )
+
+
+@pytest.mark.parametrize(
+    ("still_for_s", "some_are_done", "evicted"),
+    [
+        ((8.1, 0.1), False, [0]),
+        ((8.1, 8.2), False, []),
+        ((8.1, 7.4), False, []),  # they stopped together, as far as anybody can tell
+        ((8.1, 4.1), False, []),
+        ((8.1, 3.9), False, [0]),
+        ((8.1, 9.0, 0.0), False, [0, 1]),
+        ((8.1,), True, [0]),
+        ((8.1, 7.4), True, [0]),
+        ((8.0, 7.9), True, []),
+        ((), True, []),
+    ],
+)
+def test_only_who_stands_still_while_others_move_is_evicted(
+    still_for_s: tuple[float, ...], some_are_done: bool, evicted: list[int]
+) -> None:
+    moved_at = {consumer: 1000.0 - seconds for consumer, seconds in enumerate(still_for_s)}
+    assert who_holds_others_up(moved_at, some_are_done, 1000.0, 8.0) == evicted
