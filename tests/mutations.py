@@ -144,10 +144,17 @@ MUTATIONS = (
     ),
     Mutation(
         "I10 a member that stands still is never evicted",
-        "actors/registry.py",
-        "if now - moved_at[c] > patience_s]",
-        "if now - moved_at[c] > 1e9]",
+        "actors/attribution.py",
+        "if now - at > patience_s]",
+        "if now - at > 1e9]",
         "tests/faults/test_consumers.py::test_a_worker_that_stands_still_is_evicted_long_before_its_lease_and_fenced",
+    ),
+    Mutation(
+        "I10 of two members that stand still the first is evicted as if the other moved",
+        "actors/attribution.py",
+        "if others_move else []",
+        "if len(stalled) < len(moved_at) else []",
+        "tests/actors/test_attribution.py",
     ),
     Mutation(
         "I9 a signal of an old epoch counts",
