@@ -32,8 +32,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python tests/benchmarks/bench_planning.py
-	$(BIN)/python tests/benchmarks/bench_sync.py
+	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 # torch first and alone: on its own it comes as the CPU build where one is offered.
 $(STAMP): pyproject.toml constraints.txt

@@ -23,12 +23,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
+import torch
 
 from weightsync.actors.attempt import Attempt
+from weightsync.actors.calibration import measure_link
 from weightsync.actors.destinations import Destinations, distinct_copies
 from weightsync.actors.digests import DigestMismatchError
 from weightsync.actors.interfaces import WeightTarget
@@ -38,8 +40,9 @@ from weightsync.actors.options import RegistryOptions
 from weightsync.actors.pause import PausableEngine, PauseBracket
 from weightsync.actors.spawn import await_registry, call, this_node
 from weightsync.actors.staged_pull import StagedPull
-from weightsync.actors.transport import Peer, ReadHungError, Transport, create_transport
+from weightsync.actors.transport import Device, Peer, ReadHungError, Transport, create_transport
 from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.cost_model import LinkCosts
 from weightsync.protocol.errors import (
     InvalidLayoutError,
     MembershipLostError,
@@ -49,7 +52,15 @@ from weightsync.protocol.errors import (
     SyncError,
     WeightsyncError,
 )
-from weightsync.protocol.messages import EpochBegin, InstallMode, LayoutSnapshot, MemberHistory, PublishMode, PullStats
+from weightsync.protocol.messages import (
+    EpochBegin,
+    InstallMode,
+    LayoutSnapshot,
+    LinkName,
+    MemberHistory,
+    PublishMode,
+    PullStats,
+)
 
 log = logging.getLogger("weightsync.consumer")
 
@@ -97,6 +108,7 @@ class ConsumerAgent:
         self._writing = False
         self._error: WeightsyncError | None = None
         self._failed_version: int | None = None
+        self._told = False
         self._fatal: WeightsyncError | None = None
         self._closed = False
         self.last_pull: PullStats | None = None
@@ -132,12 +144,14 @@ class ConsumerAgent:
         wanted = version if version is not None else self._open_version()
         with self._cond:
             self._callers += 1
-            self._error = None if self._pull is not None else self._error
+            if self._pull is not None and (wanted is None or self._told):
+                self._error = None
             self._cond.notify_all()
             try:
                 while not self._apply(wanted):
                     error = self._fatal or self._error_for(wanted)
                     if error is not None:
+                        self._told = True
                         raise error
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
@@ -362,7 +376,7 @@ class ConsumerAgent:
         self._transport.register(self._destinations.buffers.values())
         actors = call(self._registry.producer_actors.remote(layout.generation))
         peers = [
-            Peer(rank, rank, producer.agent_metadata, actor)
+            Peer(rank, rank, producer.agent_metadata, actor, Device.of(torch.empty(0, device=producer.device)))
             for rank, (producer, actor) in enumerate(zip(layout.producers, actors, strict=True))
         ]
         common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id)
@@ -370,7 +384,22 @@ class ConsumerAgent:
             return StagedPull(*common, self._options.num_serve_buffers)
         for peer in peers:
             self._transport.connect(peer)
-        return LivePull(*common, self._options.verify)
+        costs = self._link_costs(layout, peers, self._transport)
+        return LivePull(*common, self._options, costs)
+
+    def _link_costs(self, layout: LayoutSnapshot, peers: Sequence[Peer], transport: Transport) -> dict[int, LinkCosts]:
+        """Per rank, what its link costs: as measured between the two nodes before, or now; values set by hand win."""
+        assert self._destinations is not None
+        device = next(iter(self._destinations.buffers.values())).device
+        costs: dict[int, LinkCosts] = {}
+        for producer, peer in zip(layout.producers, peers, strict=True):
+            link = LinkName(producer.node_id, this_node(), producer.device, str(device))
+            known = call(self._registry.link_costs.remote(link))
+            if known is None and transport.reads_trainer_memory and self._options.strategy == "auto":
+                known = measure_link(transport, peer, producer, device)
+                call(self._registry.measured.remote(link, known))
+            costs[producer.rank] = (known or LinkCosts()).overridden(self._options.link_costs)
+        return costs
 
     def _record(self, layout: LayoutSnapshot) -> list[RecordedCopy]:
         """The worker's distinct copies; recorded again only if the model itself changed."""
@@ -390,9 +419,9 @@ class ConsumerAgent:
         """Take part in one epoch."""
         if self._install is InstallMode.IN_PLACE and not self._await_caller(begin):
             return
-        if not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
-            return
         try:
+            if not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
+                return
             with self._engine_held(InstallMode.IN_PLACE):
                 self._take_part(begin)
         except (SyncError, ray.exceptions.RayError) as error:
@@ -409,7 +438,7 @@ class ConsumerAgent:
                     self._flip()
             else:
                 self._torn = self._torn or self._install is InstallMode.IN_PLACE
-                self._failed_version = begin.version
+                self._failed_version, self._told = begin.version, False
                 self._error = SyncAborted(
                     f"version {begin.version} (epoch {begin.epoch}) {refusal}; worker {self._worker!r} keeps "
                     f"version {self._version}" + (" but is torn until the next sync" if self._torn else "")
@@ -425,12 +454,12 @@ class ConsumerAgent:
                     return False
                 self._cond.wait(1.0)
                 if not self._callers and call(self._registry.open_version.remote(*self._me)) != begin.version:
-                    return False
+                    break  # that attempt is over; start_pull says how it ended
             return not self._closed
 
     def _pull_version(self, begin: EpochBegin) -> PullStats:
         with self._cond:
-            self._writing, self._staged, self._previous = True, None, None
+            self._writing, self._staged, self._previous, self._error = True, None, None, None
             if self._install is InstallMode.IN_PLACE:
                 self._torn = True
         assert self._pull is not None
@@ -441,7 +470,8 @@ class ConsumerAgent:
     def _attempt_failed(self, begin: EpochBegin, error: Exception) -> None:
         failure = error if isinstance(error, WeightsyncError) else SyncError(str(error))
         with self._cond:
-            self._writing, self._error, self._failed_version = False, failure, begin.version
+            self._writing, self._told = False, False
+            self._error, self._failed_version = failure, begin.version
             self._cond.notify_all()
         everyone = isinstance(failure, DigestMismatchError)  # wrong at its source, for all we know
         call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure), everyone))

@@ -97,9 +97,8 @@ class ShardDigests:
         self._ends = np.array([end for _, end in held], dtype=np.int64)
         self._base = base
         self._wanted: dict[int, tuple[Regions, ...]] = {}
-        self.revision = 0
 
-    def expect(self, wanted: dict[int, tuple[Regions, ...]], revision: int) -> None:
+    def expect(self, wanted: dict[int, tuple[Regions, ...]]) -> None:
         """Take what each consumer will want to check.
 
         Raises:
@@ -111,7 +110,6 @@ class ShardDigests:
             if not all(self._holds(one) for one in placed):
                 raise SyncError(f"consumer {consumer_id} asks for digests of memory that this rank has not published")
             self._wanted[consumer_id] = placed
-        self.revision = revision
 
     def compute(self, live: Collection[int], epoch: int, verify: Verify) -> dict[int, list[list[int]]]:
         """Per live consumer the digests of what it checks in this epoch."""

@@ -81,11 +81,14 @@ class Epoch:
     evicted: dict[str, str] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)
+    extra_bytes: dict[int, int] = field(default_factory=dict)
+    """Per trainer rank, memory it took for this attempt beside its weights."""
     error: str | None = None
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float | None = None
     moved_at: float = field(default_factory=time.monotonic)
     """When a member last finished its part."""
+    _report: SyncReport | None = None
 
     @property
     def open(self) -> bool:
@@ -102,7 +105,10 @@ class Epoch:
     @property
     def complete(self) -> bool:
         """Everybody has finished: it may be committed."""
-        return bool(self.live) and self.ranks <= self.ended and set(self.live) <= set(self.pulled)
+        counts = len(self.pulled) >= len(self.live) > 0 and len(self.ended) >= len(
+            self.ranks
+        )  # cheap, and mostly False
+        return counts and self.ranks <= self.ended and self.live.keys() <= self.pulled.keys()
 
     def evict(self, consumer_id: int, reason: str) -> bool:
         worker = self.live.pop(consumer_id, None)
@@ -145,15 +151,26 @@ class Epoch:
         )
 
     def report(self, service: str) -> SyncReport:
-        """The outcome, for every trainer rank."""
+        """The outcome, for every trainer rank; made once, when the epoch is closed."""
+        if self._report is None:
+            self._report = self._make_report(service)
+        return self._report
+
+    def _make_report(self, service: str) -> SyncReport:
         workers = {
             self.live[cid]: WorkerPull(
                 bytes_wire=stats.bytes_wire,
+                bytes_gaps=stats.bytes_gaps,
                 bytes_needed=stats.bytes_needed,
                 seconds=stats.seconds,
                 phases=stats.phases,
                 regions_verified=stats.regions_verified,
                 regions_repeated=stats.regions_repeated,
+                strategies=stats.strategies,
+                predicted_s=stats.predicted_s,
+                prepared=stats.prepared,
+                carriers=stats.carriers,
+                extra_bytes=stats.extra_bytes,
             )
             for cid, stats in self.pulled.items()
         }
@@ -169,7 +186,9 @@ class Epoch:
             epoch=self.epoch,
             mode=self.layout.mode,
             transport=self.layout.transport,
+            carriers=sorted({carrier for w in workers.values() for carrier in w.carriers}),
             bytes=nbytes,
+            gap_bytes=sum(w.bytes_gaps for w in workers.values()),
             needed_bytes=sum(w.bytes_needed for w in workers.values()),
             seconds=self.seconds,
             phases=phases,
@@ -177,5 +196,6 @@ class Epoch:
             installed=sorted(workers),
             evicted=sorted(self.evicted),
             lost_ranks=sorted(self.lost),
+            producer_extra_bytes=dict(sorted(self.extra_bytes.items())),
             workers=workers,
         )

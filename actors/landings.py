@@ -140,7 +140,7 @@ class Landings:
         except UnsupportedLayoutError:
             dtype = dtype_from_name(source.dtype)
             bounce = bounce_copy(copy, source.global_shape, dtype)
-            scratch = torch.zeros(bounce.scratch_elements, dtype=dtype)
+            scratch = torch.zeros(bounce.scratch_elements, dtype=dtype, device=self._destinations.view_of(copy).device)
             self.scratch.append(scratch)
             self.scatters[group].append(Scatter(partial(bounce.view, scratch), copy))
             landing = _Landing(bounce.copy, scratch.data_ptr())

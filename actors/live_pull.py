@@ -1,46 +1,48 @@
-"""Live mode: runs read one-sidedly out of trainer memory, straight to where the parameter wants them.
+"""Live mode: bytes read one-sidedly out of trainer memory, by the way that is fastest for each chunk.
 
-Planned once per layout (`Landings`), one prepared read for each gather group and producer. A version then only
-posts those. If a rank is lost while others hold what it held, its reads are replaced by reads from them and the
-sync goes on; so are, once, reads whose bytes have the wrong digest. The thing to watch: a free signal follows the
-last read of the group it frees, never precedes it.
+Planned once per layout: `Landings` says which runs, `chunks` cuts them and picks strategies, and everything a version
+needs is prepared. A version then only posts. If a rank is lost while others hold what it held, its chunks are replaced
+by direct ones from them and the sync goes on; so are, once, regions whose bytes have the wrong digest. The thing to
+watch: a free signal follows the last read of the group it frees, never precedes it.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import ray
 import torch
 
 from weightsync.actors.attempt import Attempt
+from weightsync.actors.chunks import ChunkDraft, Cutting, cut, slot_bytes
 from weightsync.actors.destinations import Destinations
-from weightsync.actors.digests import Regions, Verify, differing, mismatch
+from weightsync.actors.digests import Regions, differing, mismatch
 from weightsync.actors.landings import Landings, RankRuns
-from weightsync.actors.transport import Peer, PreparedRead, ReadFailedError, Transport
+from weightsync.actors.moves import Memory, Moves, await_device
+from weightsync.actors.options import RegistryOptions
+from weightsync.actors.pack_desk import PackPlan
+from weightsync.actors.pipeline import Chunk, Failure, Pipeline, in_turns
+from weightsync.actors.reads import Reads, read_all
+from weightsync.actors.transport import Peer, PreparedRead, Transport
 from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.cost_model import LinkCosts, Strategy
 from weightsync.protocol.dtypes import dtype_from_name
-from weightsync.protocol.errors import InvalidLayoutError, SyncError
+from weightsync.protocol.errors import InvalidLayoutError, PlanBudgetError, SyncError
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
+from weightsync.protocol.shards import PublishedTensor
 
 log = logging.getLogger("weightsync.consumer")
 
-
-@dataclass(frozen=True)
-class _Read:
-    """What one rank gives of one group."""
-
-    runs: RankRuns
-    prepared: PreparedRead
-
-    @property
-    def rank(self) -> int:
-        return self.prepared.peer.rank
+_PIECES_IN_FLIGHT = 4
+"""A direct chunk is at most this part of what may be under way, so that the limit is used and not exceeded."""
 
 
 class LivePull:
@@ -53,7 +55,11 @@ class LivePull:
         transport: this worker's transport, connected to `peers`.
         peers: per rank, where its memory is.
         consumer_id: consumers take turns among exact replicas of a shard.
-        verify: which digests are checked after the reads.
+        options: strategy, limits and checks of the service.
+        costs: per rank, of the link to it.
+
+    Raises:
+        PlanBudgetError: slots or scratch exceed the budget; says what is needed.
     """
 
     def __init__(
@@ -64,82 +70,250 @@ class LivePull:
         transport: Transport,
         peers: Sequence[Peer],
         consumer_id: int,
-        verify: Verify = "off",
+        options: RegistryOptions,
+        costs: Mapping[int, LinkCosts],
     ) -> None:
         self._layout = layout
-        self._verify = verify
+        self._verify = options.verify
+        self._options = options
         self._destinations = destinations
         self._transport = transport
-        self._peers = peers
+        self._peers = list(peers)
+        self._consumer_id = consumer_id
         self._lost: set[int] = set()
         """Ranks this worker could not read from; until the layout changes it does not try again."""
         self._landings = Landings(layout, copies, destinations, consumer_id)
         transport.register(self._landings.scratch)
-        self._reads: dict[int, list[_Read]] = defaultdict(list)
-        for (group, rank), runs in self._landings.runs.items():
-            self._reads[group].append(self._prepare(rank, runs))
-        if verify != "off":
+        self._slots: dict[int, list[torch.Tensor]] = {}
+        self._pack_revisions: dict[int, int] = {}
+        self._chunks: dict[int, list[Chunk]] = defaultdict(list)
+        drafts = self._draft(costs)
+        self._prepare_chunks(drafts)
+        self._scatterer = ThreadPoolExecutor(1, "weightsync-scatter")
+        if self._verify != "off":
             self._expect_digests(consumer_id)
-        self.bytes_total = sum(read.prepared.nbytes for reads in self._reads.values() for read in reads)
+        self.predicted_s = sum(draft.predicted_s for draft in drafts)
+        self.bytes_total = sum(int(draft.runs.nbytes.sum()) for draft in drafts)
         self.bytes_needed = needed_bytes(copies, layout)
+
+    @property
+    def _ranks(self) -> list[int]:
+        """Ranks that this worker reads from."""
+        return sorted({chunk.rank for chunks in self._chunks.values() for chunk in chunks})
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of this worker beside its parameters and their shadow: bounce slots and scratch."""
+        slots = sum(slot.numel() for ring in self._slots.values() for slot in ring)
+        return slots + sum(scratch.nbytes for scratch in self._landings.scratch)
 
     def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
         phases = {"pull": 0.0, "scatter": 0.0, "verify": 0.0, "free": 0.0}
-        for group in sorted(self._reads.keys() | self._landings.scatters.keys()):
-            attempt.waiting(f"reads of group {group}")
-            with timed(phases, "pull"):
-                self._read_group(group, attempt)
-            with timed(phases, "scatter"):
-                self._scatter(group)
+        before = self._transport.counts.copy()
+        with timed(phases, "pull"):
+            phases["scatter"] = self._bring(attempt)
+        phases["pull"] = max(0.0, phases["pull"] - phases["scatter"])
         if self._verify != "off":
             with timed(phases, "verify"):
                 self._check_digests(attempt)
         attempt.waiting("free signals to arrive")
         with timed(phases, "free"):
             self._free_all(attempt)
-        return attempt.stats(self.bytes_needed, phases)
+        return replace(
+            attempt.stats(self.bytes_needed, phases),
+            bytes_gaps=sum(chunk.draft.gap_bytes for chunks in self._chunks.values() for chunk in chunks),
+            strategies=self._bytes_by_strategy(),
+            predicted_s=self.predicted_s,
+            prepared=dict(self._transport.counts - before),
+            carriers=self._transport.carriers(self._peers[rank] for rank in self._ranks),
+            extra_bytes=self.extra_bytes,
+        )
 
     def close(self) -> None:
-        """Give the prepared reads back."""
-        self._transport.release(read.prepared for reads in self._reads.values() for read in reads)
-        self._reads.clear()
+        """Give prepared reads, slots and scratch back."""
+        self._scatterer.shutdown()
+        self._transport.release(c.read for chunks in self._chunks.values() for c in chunks if c.read is not None)
+        self._chunks.clear()
+        self._transport.deregister(slot for ring in self._slots.values() for slot in ring)
+        self._transport.deregister(self._landings.scratch)
+        self._slots.clear()
+
+    # -- planning -------------------------------------------------------------------------------------
+
+    def _draft(self, costs: Mapping[int, LinkCosts]) -> list[ChunkDraft]:
+        """Every chunk, with ranks that refuse to pack (for want of memory) served otherwise."""
+        budget, scratch = self._options.staging_budget_bytes, sum(s.nbytes for s in self._landings.scratch)
+        if budget is not None and scratch > budget:
+            raise PlanBudgetError(
+                f"weights that change dtype or are transposed on their way need {scratch} bytes of scratch on this "
+                f"worker, and staging_budget_bytes is {budget}; raise it, or publish in the worker's dtype"
+            )
+        limit = self._options.max_inflight_bytes
+        cutting = Cutting(
+            strategy=self._options.strategy if self._transport.reads_trainer_memory else Strategy.DIRECT,
+            chunk_bytes=self._options.chunk_bytes,
+            direct_bytes=-(-limit // _PIECES_IN_FLIGHT),
+            num_slots=self._options.num_serve_buffers,
+            consumers=self._layout.num_consumers,
+            budget_bytes=None if budget is None else budget - scratch,
+        )
+        extents = {producer.rank: _extents(producer.table) for producer in self._layout.producers}
+        drafts = cut(self._landings.runs, costs, extents, cutting)
+        refused = self._reserve_packs(drafts)
+        if not refused:
+            return drafts
+        if self._options.strategy == Strategy.PACKED:
+            needed = "; ".join(f"rank {rank} would need {nbytes} bytes" for rank, nbytes in refused.items())
+            raise PlanBudgetError(f"{needed} for packed chunks, and staging_budget_bytes is {budget}; raise it")
+        dearer = {rank: replace(c, pack_bytes_per_s=1e-3) if rank in refused else c for rank, c in costs.items()}
+        drafts = cut(self._landings.runs, dearer, extents, cutting)
+        self._reserve_packs(drafts)
+        return drafts
+
+    def _reserve_packs(self, drafts: Sequence[ChunkDraft]) -> dict[int, int]:
+        """Tell every rank what it will pack; returns those that cannot, and the bytes it would take."""
+        if not self._transport.reads_trainer_memory:
+            return {}
+        told = {}
+        for rank, peer in enumerate(self._peers):
+            own = [draft.runs for draft in drafts if draft.rank == rank and draft.strategy is Strategy.PACKED]
+            plan = PackPlan(
+                secrets.token_hex(8),
+                tuple(runs.src_addr for runs in own),
+                tuple(runs.nbytes for runs in own),
+                self._options.num_serve_buffers,
+            )
+            told[rank] = peer.actor.expect_packs.remote(self._consumer_id, plan)
+        answers = {rank: ray.get(reply) for rank, reply in told.items()}
+        return {rank: needed for rank, needed in answers.items() if needed is not None}
+
+    def _prepare_chunks(self, drafts: Sequence[ChunkDraft]) -> None:
+        """Slots, reads and scatters of all chunks."""
+        num_slots = self._options.num_serve_buffers
+        chunks = [
+            Chunk(draft.group, draft.rank, draft.strategy, draft, int(draft.runs.nbytes.sum())) for draft in drafts
+        ]
+        in_turns(chunks, num_slots)
+        device = next(iter(self._destinations.buffers.values())).device
+        for rank, nbytes in slot_bytes(drafts).items():
+            used = 1 + max(chunk.slot for chunk in chunks if chunk.rank == rank)
+            self._slots[rank] = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(used)]
+            self._transport.register(self._slots[rank])
+        source = Memory(slot for ring in self._slots.values() for slot in ring)
+        target = Memory([*self._destinations.buffers.values(), *self._landings.scratch])
+        for chunk in chunks:
+            self._prepare(chunk, source, target)
+            self._chunks[chunk.group].append(chunk)
+
+    def _prepare(self, chunk: Chunk, source: Memory, target: Memory) -> None:
+        draft = chunk.draft
+        if chunk.strategy is Strategy.DIRECT:
+            chunk.read = self._read_of(chunk.rank, draft.runs.src_addr, draft.runs.dst_addr, draft.runs.nbytes)
+            return
+        base = self._slots[chunk.rank][chunk.slot].data_ptr()
+        if chunk.strategy is Strategy.SPAN:
+            chunk.read = self._read_of(chunk.rank, draft.read_addr, base + draft.read_offset, draft.read_nbytes)
+        chunk.moves = Moves(base + draft.run_offset, draft.runs.dst_addr, draft.runs.nbytes, source, target)
+
+    def _read_of(self, rank: int, src: Any, dst: Any, nbytes: Any) -> PreparedRead:
+        return self._transport.prepare(self._peers[rank], src.astype(np.uint64), dst.astype(np.uint64), nbytes)
+
+    def _bytes_by_strategy(self) -> dict[str, int]:
+        counted: Counter[str] = Counter()
+        for chunks in self._chunks.values():
+            for chunk in chunks:
+                counted[chunk.strategy.value] += chunk.nbytes
+        return dict(counted)
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def _read_group(self, group: int, attempt: Attempt) -> None:
-        """Every byte of a group; what a lost rank was to give comes from whoever else holds it."""
-        pending = self._reads.get(group, [])
-        failure: ReadFailedError | None = None
-        while pending:
-            try:
-                pending = [found for read in pending for found in self._reachable(group, read)]
-            except InvalidLayoutError as hole:
-                self._lost.clear()  # they may answer next time
-                raise SyncError(f"{failure or 'a rank was lost'}; {hole}") from failure
-            try:
-                self._transport.read([read.prepared for read in pending], attempt.context, attempt.moved)
-                return
-            except ReadFailedError as error:
-                failure, failed = error, {id(read) for read in error.failed}
-            pending = [read for read in pending if id(read.prepared) in failed]
-            for rank in sorted({read.rank for read in pending}):
+    def _bring(self, attempt: Attempt) -> float:
+        """Every byte; what a lost rank was to give comes from whoever else holds it. Returns seconds of scattering."""
+        pending = [
+            found for chunks in list(self._chunks.values()) for c in chunks for found in self._reachable(c, None)
+        ]
+        scatter_s, scattered = 0.0, set[int]()
+        while True:
+            attempt.waiting(f"reads of {len(pending)} chunks")
+            reads = Reads(self._transport, attempt.context, self._options.max_inflight_bytes)
+            pipeline = Pipeline(reads, attempt, self._ask(attempt), self._found, self._scatterer)
+            outstanding = Counter(chunk.group for chunk in pending)
+
+            def done(chunk: Chunk, outstanding: Counter[int] = outstanding) -> None:
+                outstanding[chunk.group] -= 1
+                if not outstanding[chunk.group]:
+                    self._scatter(chunk.group)
+                    scattered.add(chunk.group)
+
+            failures = pipeline.run(pending, done)
+            scatter_s += pipeline.scatter_s
+            if not failures:
+                break
+            for rank in sorted({failure.chunk.rank for failure in failures}):
                 attempt.rank_failed(rank)
                 self._lost.add(rank)
+            pending = [found for failure in failures for found in self._reachable(failure.chunk, failure)]
+        for group in sorted(self._landings.scatters.keys() - scattered):
+            self._scatter(group)
+        return scatter_s
 
-    def _reachable(self, group: int, read: _Read) -> list[_Read]:
-        """The read itself, or, if its rank is lost, those that take its place from now on."""
-        if read.rank not in self._lost:
-            return [read]
-        found = self._landings.elsewhere(group, self._lost, read.runs)
-        replacements = [self._prepare(rank, runs) for rank, runs in found.items()]
-        self._reads[group] = [kept for kept in self._reads[group] if kept is not read] + replacements
-        self._transport.release([read.prepared])
+    def _reachable(self, chunk: Chunk, failure: Failure | None) -> list[Chunk]:
+        """The chunk itself, or, if its rank is lost, those that take its place from now on.
+
+        Raises:
+            SyncError: nobody else holds it.
+        """
+        if chunk.rank not in self._lost:
+            return [chunk]
+        try:
+            found = self._landings.elsewhere(chunk.group, self._lost, chunk.draft.runs)
+        except InvalidLayoutError as hole:
+            why = (
+                f"reading from rank {chunk.rank} failed ({failure.error})" if failure else f"rank {chunk.rank} is lost"
+            )
+            self._lost.clear()  # they may answer next time
+            raise SyncError(f"{why}; {hole}") from hole
+        replacements = [self._direct(chunk.group, rank, runs) for rank, runs in found.items()]
+        own = self._chunks[chunk.group]
+        self._chunks[chunk.group] = [kept for kept in own if kept is not chunk] + replacements
+        if chunk.read is not None:
+            self._transport.release([chunk.read])
         return replacements
 
-    def _prepare(self, rank: int, runs: RankRuns) -> _Read:
-        src, dst = runs.src_addr.astype(np.uint64), runs.dst_addr.astype(np.uint64)
-        return _Read(runs, self._transport.prepare(self._peers[rank], src, dst, runs.nbytes))
+    def _direct(self, group: int, rank: int, runs: RankRuns) -> Chunk:
+        nothing = np.empty(0, dtype=np.int64)
+        draft = ChunkDraft(group, rank, Strategy.DIRECT, runs, 0.0, nothing, nothing, nothing, nothing, 0)
+        read = self._read_of(rank, runs.src_addr, runs.dst_addr, runs.nbytes)
+        return Chunk(group, rank, Strategy.DIRECT, draft, int(runs.nbytes.sum()), read)
+
+    def _ask(self, attempt: Attempt) -> Any:
+        context = attempt.context
+
+        def ask(chunk: Chunk) -> Any:
+            known = self._pack_revisions.get(chunk.rank, 0)
+            return self._peers[chunk.rank].actor.request_pack.remote(
+                context.consumer_id, chunk.seq, context.epoch, known
+            )
+
+        return ask
+
+    def _found(self, chunk: Chunk, answer: Any) -> PreparedRead:
+        """The read of a packed chunk; prepared anew only if the trainer's slots have moved."""
+        (addr, nbytes), revision, metadata = answer
+        if metadata is not None and self._pack_revisions.get(chunk.rank) != revision:
+            self._peers[chunk.rank] = replace(self._peers[chunk.rank], metadata=metadata)
+            self._transport.connect(self._peers[chunk.rank])
+            self._pack_revisions[chunk.rank] = revision
+        at = (addr, nbytes, revision)
+        if chunk.read is not None and chunk.packed_at == at:
+            return chunk.read
+        if chunk.read is not None:
+            self._transport.release([chunk.read])
+        base = self._slots[chunk.rank][chunk.slot].data_ptr()
+        chunk.read = self._read_of(chunk.rank, *(np.array([value], dtype=np.int64) for value in (addr, base, nbytes)))
+        chunk.packed_at = at
+        return chunk.read
 
     # -- digests --------------------------------------------------------------------------------------
 
@@ -194,9 +368,9 @@ class LivePull:
             found = self._landings.elsewhere(group, {*self._lost, rank}, runs)
         except InvalidLayoutError:
             found = {rank: runs}
-        reads = [self._prepare(holder, part).prepared for holder, part in found.items()]
+        reads = [self._read_of(holder, part.src_addr, part.dst_addr, part.nbytes) for holder, part in found.items()]
         try:
-            self._transport.read(reads, attempt.context, attempt.moved)
+            read_all(self._transport, reads, attempt.context, attempt.moved)
         finally:
             self._transport.release(reads)
         self._scatter(group)
@@ -206,7 +380,9 @@ class LivePull:
     @torch.no_grad()
     def _scatter(self, group: int) -> None:
         for scatter in self._landings.scatters.get(group, ()):
-            self._destinations.view_of(scatter.copy).copy_(scatter.result())
+            target = self._destinations.view_of(scatter.copy)
+            target.copy_(scatter.result())
+            await_device(target.device)
 
     def _free_all(self, attempt: Attempt) -> None:
         """One message per producer: live groups stay in the trainer anyway, so there is nothing to hurry."""
@@ -256,3 +432,8 @@ class timed:
 
     def __exit__(self, *exc: object) -> None:
         self._phases[self._phase] += time.monotonic() - self._started
+
+
+def _extents(table: Sequence[PublishedTensor]) -> Any:
+    """Ascending first addresses of everything a rank published."""
+    return np.array(sorted(shard.addr for tensor in table for shard in tensor.shards), dtype=np.int64)

@@ -46,6 +46,8 @@ class ProducerTable:
         self.members: dict[int, ProducerMember] = {}
         self.generation = 0
         self._layout: LayoutSnapshot | None = None
+        self._known: dict[str, tuple[int, TensorMeta]] = {}
+        """Every tensor, and a rank that described it."""
 
     @property
     def world_size(self) -> int | None:
@@ -69,14 +71,16 @@ class ProducerTable:
         """
         new = member.registration
         check_rank(new, self.members)
-        for other in self.members.values():
-            check_agreement(new, other.registration)
+        check_world(new, self.members)
+        check_manifest(new, self._known)
         members = {**self.members, new.rank: member}
         layout = None
         if len(members) == new.world_size:
             registrations = [members[rank].registration for rank in range(new.world_size)]
             layout = assemble_layout(registrations, self.generation + 1, num_consumers)
         self.members = members
+        for meta in new.manifest:
+            self._known.setdefault(meta.name, (new.rank, meta))
         if layout is not None:
             self.generation, self._layout = layout.generation, layout
 
@@ -99,6 +103,9 @@ class ProducerTable:
         """Forget a rank; the model is incomplete until it is back."""
         self.members.pop(rank, None)
         self._layout = None
+        self._known = {
+            meta.name: (other, meta) for other, member in self.members.items() for meta in member.registration.manifest
+        }
 
 
 class ConsumerTable:
@@ -190,26 +197,30 @@ def check_rank(new: ProducerRegistration, members: dict[int, ProducerMember]) ->
         )
 
 
-def check_agreement(new: ProducerRegistration, other: ProducerRegistration) -> None:
-    """Refuse ranks that disagree about the world, the mode, or any tensor they both describe."""
-    ranks = f"ranks {other.rank} and {new.rank}"
+def check_world(new: ProducerRegistration, members: dict[int, ProducerMember]) -> None:
+    """Refuse a rank that disagrees with the others, which agree, about the world, the mode or the transport."""
+    other = next((member.registration for member in members.values()), new)
     for what, mine, theirs in (
         ("world size", new.world_size, other.world_size),
         ("publish mode", new.mode, other.mode),
         ("transport", new.transport, other.transport),
     ):
         if mine != theirs:
-            raise RegistrationError(f"{ranks} disagree about the {what}: {theirs} against {mine}")
-    theirs_by_name = {meta.name: meta for meta in other.manifest}
-    for meta in new.manifest:
-        known = theirs_by_name.get(meta.name)
-        if known is None or known == meta:
-            continue
-        field = next(f for f in ("shape", "dtype", "alias_of") if getattr(known, f) != getattr(meta, f))
-        raise RegistrationError(
-            f"{ranks} disagree about the {field} of {meta.name!r}: rank {other.rank} has "
-            f"{getattr(known, field)}, rank {new.rank} has {getattr(meta, field)}"
-        )
+            raise RegistrationError(
+                f"ranks {other.rank} and {new.rank} disagree about the {what}: {theirs} against {mine}"
+            )
+
+
+def check_manifest(new: ProducerRegistration, known: dict[str, tuple[int, TensorMeta]]) -> None:
+    """Refuse a rank that disagrees with an earlier one about a tensor they both describe."""
+    for mine in new.manifest:
+        rank, theirs = known.get(mine.name, (new.rank, mine))
+        if mine != theirs:
+            field = next(f for f in ("shape", "dtype", "alias_of") if getattr(theirs, f) != getattr(mine, f))
+            raise RegistrationError(
+                f"ranks {rank} and {new.rank} disagree about the {field} of {mine.name!r}: rank {rank} has "
+                f"{getattr(theirs, field)}, rank {new.rank} has {getattr(mine, field)}"
+            )
 
 
 def assemble_layout(registrations: list[ProducerRegistration], generation: int, num_consumers: int) -> LayoutSnapshot:

@@ -6,8 +6,7 @@ addresses are offsets into the producer's mirror of its trainer's shard (see `sh
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import ray
 import torch
 
+from weightsync.actors.packed_runs import RegisteredStorages, scatter_runs
 from weightsync.actors.transport import Peer, PreparedRead, ReadContext, ReadFailedError, Transport
 from weightsync.protocol.errors import SyncError
 
@@ -31,14 +31,24 @@ class ObjectStoreTransport(Transport):
 
     name = "object_store"
     reads_trainer_memory = False
+    fetches_slots = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._registered = RegisteredStorages()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise SyncError(
                     f"the object_store transport writes host memory only, and a destination is on {tensor.device}; "
                     "install `nixl`"
                 )
+        self._registered.add(tensors)
+
+    def deregister(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._registered.remove(tensors)
 
     def metadata(self) -> bytes:
         return b""
@@ -47,36 +57,26 @@ class ObjectStoreTransport(Transport):
         del peer
 
     def prepare(self, peer: Peer, src_addr: np.ndarray, dst_addr: np.ndarray, nbytes: np.ndarray) -> PreparedRead:
+        self._registered.check(dst_addr, nbytes)
         return PreparedRead(peer, int(nbytes.sum()), _Runs(src_addr, dst_addr, nbytes))
 
-    def read(
-        self,
-        reads: Sequence[PreparedRead],
-        context: ReadContext,
-        on_bytes: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
-        asked = [
-            read.peer.actor.read_runs.remote(
-                read.handle.src_offset, read.handle.nbytes, context.consumer_id, context.epoch
-            )
-            for read in reads
-        ]
-        failed: list[PreparedRead] = []
-        why = ""
-        for read, ref in zip(reads, asked, strict=True):
+    def post(self, read: PreparedRead, context: ReadContext) -> Callable[[], bool]:
+        reply = read.peer.actor.read_runs.remote(
+            read.handle.src_offset, read.handle.nbytes, context.consumer_id, context.epoch
+        )
+
+        def over() -> bool:
+            if not ray.wait([reply], timeout=0)[0]:
+                return False
             try:
-                packed = ray.get(ref, timeout=context.stall_timeout_s)
+                packed = ray.get(reply)
             except ray.exceptions.RayError as error:
-                why = why or (
-                    f"epoch {context.epoch}: rank {read.peer.rank}'s producer did not answer "
-                    f"({type(error).__name__}: {error})"
-                )
-                failed.append(read)
-                continue
-            _scatter(packed, read.handle)
-            on_bytes(read.nbytes)
-        if failed:
-            raise ReadFailedError(why, failed)
+                why = f"rank {read.peer.rank}'s producer did not answer ({type(error).__name__}: {error})"
+                raise ReadFailedError(why, [read]) from error
+            scatter_runs(packed, read.handle.dst_addr, read.handle.nbytes)
+            return True
+
+        return over
 
     def fetch_slot(self, peer: Peer, reply: Any, into: torch.Tensor, context: ReadContext) -> None:
         del peer, context
@@ -85,12 +85,9 @@ class ObjectStoreTransport(Transport):
     def release(self, reads: Iterable[PreparedRead]) -> None:
         del reads
 
+    def carrier(self, peer: Peer) -> str:
+        del peer
+        return "object store"
+
     def close(self) -> None:
-        pass
-
-
-def _scatter(packed: np.ndarray, runs: _Runs) -> None:
-    base = packed.ctypes.data
-    starts = np.concatenate([[0], np.cumsum(runs.nbytes)[:-1]])
-    for dst, start, nbytes in zip(runs.dst_addr.tolist(), starts.tolist(), runs.nbytes.tolist(), strict=True):
-        ctypes.memmove(dst, base + start, nbytes)
+        self._registered.remove(self._registered.tensors)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from weightsync.actors.digests import Verify
 
@@ -22,6 +23,11 @@ class RegistryOptions:
     gather_lookahead: int = 1
     stall_timeout_s: float = 300.0
     verify: Verify = "off"
+    strategy: str = "auto"
+    link_costs: Mapping[str, float] = field(default_factory=dict)
+    chunk_bytes: int = 16 << 20
+    max_inflight_bytes: int = 256 << 20
+    staging_budget_bytes: int | None = None
     join_grace_s: float = 30.0
     long_poll_s: float = 5.0
     lease_s: float = 10.0

@@ -12,16 +12,20 @@ from weightsync.protocol.errors import StallError
 
 
 class Parking:
-    """Where calls wait for a change of state, and tasks live that belong to nobody's call."""
+    """Where calls wait for a change of state, and tasks live that belong to nobody's call.
+
+    Hundreds of calls are parked here, so `notify` asks each whether it may go on, and wakes only those.
+    """
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._parked: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def notify(self) -> None:
-        """The state changed: everybody looks again."""
-        async with self._changed:
-            self._changed.notify_all()
+    def notify(self) -> None:
+        """The state changed: whoever waited for that goes on."""
+        for future, done in self._parked.items():
+            if not future.done() and done():
+                future.set_result(None)
 
     async def until(
         self, done: Callable[[], bool], deadline: float = math.inf, what: Callable[[], str] = lambda: ""
@@ -31,15 +35,19 @@ class Parking:
         Raises:
             StallError: the deadline passed first; names `what` was waited for.
         """
-        async with self._changed:
-            while not done():
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise StallError(f"waited in vain for {what()}")
-                try:
-                    await asyncio.wait_for(self._changed.wait(), None if remaining == math.inf else remaining)
-                except TimeoutError:
-                    continue
+        while not done():  # again after each wake: the state may have changed back before this task's turn
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise StallError(f"waited in vain for {what()}")
+            await self._park(done, None if remaining == math.inf else remaining)
+
+    async def _park(self, done: Callable[[], bool], seconds: float | None) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._parked[future] = done
+        try:
+            await asyncio.wait([future], timeout=seconds)
+        finally:
+            del self._parked[future]
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Let it run until it ends or `cancel`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weightsync.actors.pack_desk import PackDesk
 from weightsync.actors.serve_slots import Layout, ServeSlots
 from weightsync.protocol.errors import StaleEpochError, SyncAborted, SyncError, WrongProducerError
 from weightsync.protocol.ledger import LedgerSnapshot, SyncLedger
@@ -35,6 +36,7 @@ class Producer:
         device: where serve slots live.
         slot_granularity_bytes: serve slots are rounded up to a multiple of this.
         on_slot: called with each newly allocated slot (a transport registers it).
+        staging_budget_bytes: limit on the slots of packed chunks of live memory; None for none.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Producer:
         device: str | torch.device = "cpu",
         slot_granularity_bytes: int = 1,
         on_slot: Callable[[torch.Tensor], None] | None = None,
+        staging_budget_bytes: int | None = None,
     ) -> None:
         if num_serve_buffers < 1:
             raise ValueError(f"num_serve_buffers must be at least 1, got {num_serve_buffers}")
@@ -69,6 +72,7 @@ class Producer:
             torch.device(device),
             on_slot or (lambda slot: None),
         )
+        self.packs = PackDesk(self._ledger, staging_budget_bytes)
 
     # -- the trainer's side ---------------------------------------------------------------------------
 
@@ -89,6 +93,7 @@ class Producer:
             self._ledger.drain(lambda: self._slots.packs_running == 0, "packs of the epoch before to end")
             self._ledger.begin(epoch, live_consumers)
             self._slots.begin_epoch()
+            self.packs.begin_epoch()
             self._tensors.clear()
             self._names_of.clear()
             self._gone.clear()

@@ -20,6 +20,7 @@ import contextlib
 import os
 import secrets
 import time
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -31,6 +32,7 @@ from weightsync.actors.lifelines import LifelineServer
 from weightsync.actors.membership import ConsumerTable, ProducerMember, ProducerTable
 from weightsync.actors.options import RegistryOptions
 from weightsync.actors.parking import Parking
+from weightsync.protocol.cost_model import LinkCosts
 from weightsync.protocol.errors import (
     MembershipLostError,
     RegistrationError,
@@ -48,12 +50,14 @@ from weightsync.protocol.messages import (
     EpochGrant,
     EpochState,
     LayoutSnapshot,
+    LinkName,
     MemberHistory,
     ProducerGrant,
     ProducerRegistration,
     PullStats,
+    RankLayout,
 )
-from weightsync.protocol.status import ServiceStatus, SyncReport
+from weightsync.protocol.status import LinkStatus, ServiceStatus, SyncReport
 
 RECOVERY_S = 1.0
 """After a restart, workers get this long to be members again before a publish opens without them; they notice at
@@ -61,6 +65,8 @@ once and retry every 0.2 s."""
 _PATIENCE = 0.8
 """Of the stall timeout, after which the registry evicts a member that does not move; the producers' own watchdogs
 fire after all of it and give the whole sync up, so they must come second."""
+_MEASURED_WITHIN_S = 3.0
+"""Workers on one node measure one after another; one that dies meanwhile is waited for this long."""
 _DEATH_NOTICED_S = 2.0
 """A parked watch tells of a death within 15 ms; a rank that is a member for longer is alive but out of reach."""
 
@@ -80,6 +86,8 @@ class Registry:
         self._newest_version: int | None = None
         self._gathering: Gathering | None = None
         self._parked = Parking()
+        self._links: dict[LinkName, LinkCosts] = {}
+        self._measuring: set[LinkName] = set()
         self._committed = 0
         self._aborted = 0
         self._last_report: SyncReport | None = None
@@ -117,20 +125,23 @@ class Registry:
             if self._gathering is not None and not self._gathering.opening:
                 self._gathering.error = SyncAborted(f"rank {registration.rank} was refused: {error}")
                 self._gathering = None
-            await self._parked.notify()
+            self._parked.notify()
             raise
         self._catch_up(known)
         self._parked.run(self._watch(registration.rank, member))
-        await self._parked.notify()
+        self._parked.notify()
         return ProducerGrant(member.token, self._producers.generation)
 
     async def unregister_producer(self, rank: int, token: str) -> None:
         """A trainer rank leaves; a running epoch that needs it aborts."""
         self._check_rank(rank, token)
-        await self._drop_producer(rank, "it closed its publisher")
+        self._drop_producer(rank, "it closed its publisher")
 
-    async def begin_publish(self, rank: int, token: str, version: int, timeout_s: float) -> EpochGrant:
+    async def begin_publish(self, rank: int, token: str, version: int, timeout_s: float, generation: int) -> EpochGrant:
         """Wait for every rank to publish `version`, then open its epoch.
+
+        Args:
+            generation: of the layout that the rank knows; it is told a newer one.
 
         Raises:
             VersionError: not above the newest version, or ranks disagree about it.
@@ -144,10 +155,7 @@ class Registry:
             deadline,
             lambda: f"rank {rank}: the sync of version {self._epoch and self._epoch.version} to close",
         )
-        try:
-            gathering = self._join_gathering(rank, version)
-        finally:
-            await self._parked.notify()
+        gathering = self._join_gathering(rank, version)
         try:
             await self._parked.until(
                 lambda: gathering.decided or self._all_arrived(gathering),
@@ -163,7 +171,7 @@ class Registry:
                 self._consumers_wanted,
             )
         except WeightsyncError as error:
-            await self._give_up(gathering, error)
+            self._give_up(gathering, error)
         if gathering.error is not None:
             raise gathering.error
         assert gathering.opened is not None
@@ -172,13 +180,16 @@ class Registry:
             epoch=epoch.epoch,
             version=version,
             live_consumers=tuple(epoch.live),
-            groups=layout.rank_groups[rank],
-            names=layout.names,
-            group_lens=layout.group_lens,
+            layout=None
+            if layout.generation == generation
+            else RankLayout(layout.generation, layout.rank_groups[rank], layout.names, layout.group_lens),
         )
 
-    async def end_publish(self, rank: int, token: str, epoch: int) -> SyncReport:
+    async def end_publish(self, rank: int, token: str, epoch: int, extra_bytes: int) -> SyncReport:
         """A rank's groups are all freed; wait for the outcome.
+
+        Args:
+            extra_bytes: memory the rank took beside its weights.
 
         Raises:
             SyncAborted: the attempt was given up; the message says why.
@@ -186,8 +197,9 @@ class Registry:
         self._check_rank(rank, token)
         running = self._running(epoch)
         running.ended.add(rank)
+        running.extra_bytes[rank] = extra_bytes
         running.moved_at = time.monotonic()
-        await self._settle()
+        self._settle()
         await self._parked.until(lambda: not running.open)
         if running.state is EpochState.ABORTED:
             raise SyncAborted(self._aborted_text(running))
@@ -197,7 +209,7 @@ class Registry:
         """A rank gives its attempt up; the epoch aborts for everyone."""
         self._check_rank(rank, token)
         if self._epoch is not None and self._epoch.epoch == epoch and self._epoch.open:
-            await self._abort(f"trainer rank {rank}: {message}")
+            self._abort(f"trainer rank {rank}: {message}")
 
     # -- inference workers ----------------------------------------------------------------------------
 
@@ -208,12 +220,12 @@ class Registry:
         self._refuse_when_closing()
         namesake = self._consumers.by_name(worker)
         if namesake is not None:
-            await self._evict(namesake.consumer_id, f"replaced by process {pid}")
+            self._evict(namesake.consumer_id, f"replaced by process {pid}")
         member = self._consumers.add(worker, install, node_id, pid, known)
         self._catch_up(known)
         address = await self._lifelines.address()
         self._lifelines.expect(member.consumer_id, member.token)
-        await self._parked.notify()
+        self._parked.notify()
         return ConsumerGrant(member.consumer_id, member.token, address)
 
     async def unregister_consumer(self, consumer_id: int, token: str) -> None:
@@ -231,13 +243,30 @@ class Registry:
     async def _consumer_lost(self, consumer_id: int, token: str, why: str) -> None:
         """A worker left or died: forget it, and take it out of a running epoch."""
         if self._consumers.holds(consumer_id, token) and not self._closing:
-            await self._evict(consumer_id, why)
+            self._evict(consumer_id, why)
             self._consumers.remove(consumer_id)
-            await self._parked.notify()
+            self._parked.notify()
 
     async def layout(self) -> LayoutSnapshot | None:
         """The complete model if every rank is registered, else None. Does not wait."""
         return self._producers.layout
+
+    async def link_costs(self, link: LinkName) -> LinkCosts | None:
+        """What a link costs. None, told to one caller at a time: measure it, and say so to `measured`."""
+        with contextlib.suppress(StallError):
+            await self._parked.until(
+                lambda: link not in self._measuring, time.monotonic() + _MEASURED_WITHIN_S, lambda: "a measurement"
+            )
+        if link not in self._links:
+            self._measuring.add(link)
+        return self._links.get(link)
+
+    async def measured(self, link: LinkName, costs: LinkCosts | None) -> None:
+        """A worker has measured a link, or could not."""
+        self._measuring.discard(link)
+        if costs is not None:
+            self._links[link] = costs
+        self._parked.notify()
 
     async def producer_actors(self, generation: int) -> list[Any]:
         """Handles of the producer actors in rank order.
@@ -252,7 +281,11 @@ class Registry:
     async def next_work(
         self, consumer_id: int, token: str, generation: int, after_epoch: int
     ) -> LayoutSnapshot | EpochBegin | None:
-        """Long poll: a layout newer than `generation` to plan, else an epoch to pull, else None."""
+        """Long poll: a layout newer than `generation` to plan, else an epoch to pull, else None.
+
+        An epoch that was aborted before its consumer heard of it is told too: whoever waits for that version must
+        learn that it will not come.
+        """
         member = self._check_consumer(consumer_id, token)
 
         def work() -> LayoutSnapshot | EpochBegin | None:
@@ -260,7 +293,8 @@ class Registry:
             if layout is not None and layout.generation > generation:
                 return layout
             epoch = self._epoch
-            if epoch is not None and epoch.open and epoch.epoch > after_epoch and consumer_id in epoch.live:
+            unheard = epoch is not None and epoch.epoch > after_epoch and consumer_id in epoch.live
+            if epoch is not None and unheard and epoch.state is not EpochState.COMMITTED:
                 return EpochBegin(epoch.epoch, epoch.version, generation)
             return None
 
@@ -280,19 +314,25 @@ class Registry:
         member = self._check_consumer(consumer_id, token)
         member.state, member.generation = ConsumerState.IDLE, generation
         member.bytes_total, member.error = bytes_total, None
-        await self._parked.notify()
+        self._parked.notify()
 
     async def plan_failed(self, consumer_id: int, token: str, generation: int, message: str) -> None:
         """A worker cannot pull this model; it stays out of epochs until it can."""
         member = self._check_consumer(consumer_id, token)
         member.state, member.generation, member.error = ConsumerState.FAILED, generation, message
-        await self._evict(consumer_id, message)
-        await self._parked.notify()
+        self._evict(consumer_id, message)
+        self._parked.notify()
 
     async def start_pull(self, consumer_id: int, token: str, epoch: int) -> bool:
-        """True if the epoch is still open for this worker: it may start to write."""
+        """True if the epoch is still open for this worker: it may start to write.
+
+        Raises:
+            SyncAborted: it was given up; the message says why.
+        """
         member = self._check_consumer(consumer_id, token)
         running = self._epoch
+        if running is not None and running.epoch == epoch and running.state is EpochState.ABORTED:
+            raise SyncAborted(self._aborted_text(running))
         if running is None or running.epoch != epoch or not running.open or consumer_id not in running.live:
             return False
         member.state, member.bytes_done, member.staged_version = ConsumerState.PULLING, 0, None
@@ -339,7 +379,7 @@ class Registry:
         running.pulled[consumer_id] = stats
         running.moved_at = time.monotonic()
         member.state, member.bytes_done = ConsumerState.PULLED, member.bytes_total
-        await self._settle()
+        self._settle()
         await self._parked.until(lambda: not running.open or consumer_id not in running.live)
         refusal = running.refusal(member)
         member.state = ConsumerState.IDLE
@@ -354,9 +394,9 @@ class Registry:
         if running is None or running.epoch != epoch or consumer_id not in running.live:
             return
         if everyone:
-            await self._abort(f"worker {member.worker}: {message}")
+            self._abort(f"worker {member.worker}: {message}")
         else:
-            await self._evict(consumer_id, message)
+            self._evict(consumer_id, message)
 
     async def installed(self, consumer_id: int, token: str, version: int, flips: int) -> None:
         """A worker made a version visible; news of its `flips` flips may overtake each other."""
@@ -365,7 +405,6 @@ class Registry:
             return
         member.flips = flips
         member.version, member.staged_version, member.error, member.torn = version, None, None, False
-        await self._parked.notify()
 
     async def explain(self, consumer_id: int, token: str) -> str:
         """Why a worker's `sync` is still waiting, in one sentence."""
@@ -421,19 +460,20 @@ class Registry:
             syncs_aborted=self._aborted,
             last_report=self._last_report,
             last_error=self._last_error,
+            links=[LinkStatus(**asdict(link), **asdict(costs)) for link, costs in self._links.items()],
         )
 
     async def close(self) -> None:
         """Stop the service: abort what runs, close every producer, wake every parked call."""
         self._closing = True
         if self._epoch is not None and self._epoch.open:
-            await self._abort("the service is shutting down")
+            self._abort("the service is shutting down")
         self._parked.cancel()
         self._lifelines.close()
         closing = [member.actor.close.remote() for member in self._producers.members.values()]
         if closing:
             await asyncio.wait([asyncio.ensure_future(_quietly(ref)) for ref in closing], timeout=5)
-        await self._parked.notify()
+        self._parked.notify()
 
     # -- inside: opening and closing epochs -----------------------------------------------------------
 
@@ -446,6 +486,7 @@ class Registry:
             gathering.join(rank, version)
         except VersionError:
             self._gathering = None
+            self._parked.notify()
             raise
         return gathering
 
@@ -473,7 +514,7 @@ class Registry:
         epoch.begin_seconds = time.monotonic() - started
         self._epoch, self._gathering, gathering.opened = epoch, None, epoch
         self._parked.run(self._guard(epoch))
-        await self._parked.notify()
+        self._parked.notify()
 
     async def _wait_for_consumers(self, deadline: float) -> None:
         """At least `min_consumers` that can pull; those still planning get `join_grace_s` to finish."""
@@ -498,15 +539,15 @@ class Registry:
             f" ({'; '.join(failed)})" if failed else ""
         )
 
-    async def _give_up(self, gathering: Gathering, error: WeightsyncError) -> None:
+    def _give_up(self, gathering: Gathering, error: WeightsyncError) -> None:
         if not gathering.decided:
             gathering.error = error
             self._last_error = str(error)
         if self._gathering is gathering:
             self._gathering = None
-        await self._parked.notify()
+        self._parked.notify()
 
-    async def _settle(self) -> None:
+    def _settle(self) -> None:
         """Commit the running epoch if everybody has finished."""
         epoch = self._epoch
         if epoch is not None and epoch.open and epoch.complete:
@@ -514,21 +555,22 @@ class Registry:
             self._newest_version = epoch.version
             self._committed += 1
             self._last_report = epoch.report(self._options.service)
-        await self._parked.notify()
+            self._parked.notify()
 
-    async def _evict(self, consumer_id: int, reason: str) -> None:
+    def _evict(self, consumer_id: int, reason: str) -> None:
         """Take a consumer out of the running epoch; the last one to go aborts it."""
         epoch = self._epoch
         if epoch is None or not epoch.open or not epoch.evict(consumer_id, reason):
             return
         if not epoch.live:
-            await self._abort("; ".join(f"worker {w}: {why}" for w, why in epoch.evicted.items()))
+            self._abort("; ".join(f"worker {w}: {why}" for w, why in epoch.evicted.items()))
             return
         for member in self._producers.members.values():
             member.actor.evict.remote(consumer_id, epoch.epoch)
-        await self._settle()
+        self._parked.notify()
+        self._settle()
 
-    async def _abort(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         epoch = self._epoch
         if epoch is None or not epoch.open:
             return
@@ -537,9 +579,9 @@ class Registry:
         self._last_error = self._aborted_text(epoch)
         for member in self._producers.members.values():
             member.actor.fail.remote(self._aborted_text(epoch))
-        await self._parked.notify()
+        self._parked.notify()
 
-    async def _drop_producer(self, rank: int, why: str) -> None:
+    def _drop_producer(self, rank: int, why: str) -> None:
         """A rank is gone. A running epoch goes on if nobody needs it any more, or others hold what it held."""
         epoch, lost = self._epoch, self._producers.members[rank].registration.describe_held()
         if epoch is not None and epoch.open and rank in epoch.ranks:
@@ -547,15 +589,15 @@ class Registry:
             self._producers.remove(rank)
             if dispensable:
                 epoch.lose(rank, why)
-                await self._settle()
+                self._settle()
             else:
-                await self._abort(f"trainer rank {rank}: {why}, and with it {lost}")
+                self._abort(f"trainer rank {rank}: {why}, and with it {lost}")
         else:
             self._producers.remove(rank)
         if self._gathering is not None and not self._gathering.opening:
             self._gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
             self._gathering = None
-        await self._parked.notify()
+        self._parked.notify()
 
     async def _watch(self, rank: int, member: ProducerMember) -> None:
         """Parked on a producer actor; its death ends the call within milliseconds."""
@@ -566,7 +608,7 @@ class Registry:
         else:
             why = "its producer was closed"
         if self._producers.members.get(rank) is member and not self._closing:
-            await self._drop_producer(rank, why)
+            self._drop_producer(rank, why)
 
     async def _guard(self, epoch: Epoch) -> None:
         """The stall watchdog of one epoch: whoever holds up others that move is evicted; if nothing moves, it aborts.
@@ -585,9 +627,9 @@ class Registry:
                     member.actor.touch.remote(epoch.epoch)
             holding_up = who_holds_others_up(moved_at, len(outstanding) < len(epoch.live), now, patience_s)
             for consumer in [self._consumers.members[c] for c in holding_up]:
-                await self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
+                self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
             if not holding_up and now - max(moved_at.values(), default=epoch.moved_at) > patience_s:
-                await self._abort(f"nothing moved for {patience_s:g} s: {'; '.join(await self.why())}")
+                self._abort(f"nothing moved for {patience_s:g} s: {'; '.join(await self.why())}")
 
     # -- inside: small things -------------------------------------------------------------------------
 

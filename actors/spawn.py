@@ -93,7 +93,10 @@ def find_registry(service: str) -> Any | None:
 def spawn_producer(service: str, rank: int, nonce: str, options: ProducerOptions, max_consumers: int) -> Any:
     """A producer actor on this node; it ends with the calling process."""
     remote: Any = ray.remote
-    actor_class = remote(concurrency_groups=concurrency_groups(max_consumers, options.num_serve_buffers))(ProducerActor)
+    actor_class = remote(
+        concurrency_groups=concurrency_groups(max_consumers, options.num_serve_buffers),
+        enable_tensor_transport=options.transport == "rdt",
+    )(ProducerActor)
     return actor_class.options(
         name=producer_name(service, rank, nonce),
         namespace=NAMESPACE,

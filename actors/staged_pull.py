@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -23,6 +23,7 @@ from weightsync.actors.live_pull import needed_bytes, timed
 from weightsync.actors.producer_actor import SlotRequest, slot_regions
 from weightsync.actors.transport import Peer, ReadContext, Transport
 from weightsync.protocol.copies import RecordedCopy
+from weightsync.protocol.cost_model import Strategy
 from weightsync.protocol.messages import LayoutSnapshot, PullStats
 from weightsync.protocol.pull_plan import Chunk, build_pull_plan, plan_digest
 from weightsync.protocol.routing import Router
@@ -62,7 +63,7 @@ class StagedPull:
 
     def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
-        context = attempt.context
+        context, before = attempt.context, self._transport.counts.copy()
         phases = {"pull": 0.0, "scatter": 0.0, "verify": 0.0, "free": 0.0}
         signals = self._free(self._pre_free, context)
         for issued in self._in_order(context):
@@ -81,10 +82,17 @@ class StagedPull:
         with timed(phases, "free"):
             attempt.waiting("free signals to arrive")
             ray.get(signals)
-        return attempt.stats(self.bytes_needed, phases)
+        return replace(
+            attempt.stats(self.bytes_needed, phases),
+            strategies={Strategy.PACKED.value: self.bytes_total},
+            prepared=dict(self._transport.counts - before),
+            carriers=self._transport.carriers(self._peers[owner] for owner in self._recv),
+            extra_bytes=sum(slot.numel() for ring in self._recv.values() for slot in ring),
+        )
 
     def close(self) -> None:
-        """Drop the receive slots."""
+        """Give the receive slots back."""
+        self._transport.deregister(slot for ring in self._recv.values() for slot in ring)
         self._recv = {}
 
     # -- planning -------------------------------------------------------------------------------------

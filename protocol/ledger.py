@@ -263,6 +263,12 @@ class SyncLedger:
             return sorted(self._published - self._released)
 
     @property
+    def all_released(self) -> bool:
+        """Every published group was freed by every live consumer."""
+        with self._cond:
+            return bool(self._published) and self._published <= self._released
+
+    @property
     def freed_pending(self) -> list[int]:
         """Released groups whose notice the trainer has not taken yet, in order of release."""
         with self._cond:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from weightsync.protocol.cost_model import MoveCosts
 from weightsync.protocol.shards import PublishedTensor
 
 
@@ -85,6 +86,10 @@ class ProducerRegistration:
     transport: str
     node_id: str
     pid: int
+    device: str = "cpu"
+    """Where the shards lie, as torch names it; a rank's shards are all on one device."""
+    move_costs: MoveCosts | None = None
+    """What packing costs there, if it can be asked to pack."""
 
     def describe_held(self) -> str:
         """What is lost with this rank, for messages: the first region it holds, and how many more."""
@@ -102,6 +107,16 @@ class ProducerGrant:
 
     token: str
     generation: int
+
+
+@dataclass(frozen=True)
+class LinkName:
+    """Which link costs belong to: two nodes, and torch's names of the memory on both sides."""
+
+    producer_node: str
+    consumer_node: str
+    producer_device: str
+    consumer_device: str
 
 
 @dataclass(frozen=True)
@@ -124,17 +139,26 @@ class LayoutSnapshot:
 
 
 @dataclass(frozen=True)
+class RankLayout:
+    """What a trainer rank needs to know of the whole model."""
+
+    generation: int
+    groups: tuple[int, ...]
+    """Gather groups this rank holds any byte of."""
+    names: tuple[str, ...]
+    """All canonical names in group-major order, and `group_lens`: what a staged publish walks through."""
+    group_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class EpochGrant:
     """Told to a trainer rank when its epoch opened."""
 
     epoch: int
     version: int
     live_consumers: tuple[int, ...]
-    groups: tuple[int, ...]
-    """Gather groups this rank holds any byte of."""
-    names: tuple[str, ...]
-    """All canonical names in group-major order, and `group_lens`: what a staged publish walks through."""
-    group_lens: tuple[int, ...]
+    layout: RankLayout | None
+    """None if the rank knows it: names travel once, not with every version."""
 
 
 @dataclass(frozen=True)
@@ -168,3 +192,15 @@ class PullStats:
     """Regions whose digest was checked."""
     regions_repeated: int = 0
     """Regions that were read again, because the first time their digest was wrong."""
+    strategies: dict[str, int] = field(default_factory=dict)
+    """Bytes that travelled direct, packed and as spans."""
+    predicted_s: float = 0.0
+    """What the cost model expected of reads and scatters; 0.0 where there is no model."""
+    prepared: dict[str, int] = field(default_factory=dict)
+    """What this version had to prepare: registrations, connections, descriptor_lists. Empty in steady state."""
+    bytes_gaps: int = 0
+    """Bytes between needed ones that spans read along; not part of `bytes_wire`."""
+    carriers: tuple[str, ...] = ()
+    """What carried the bytes, below the transport: cma, shared memory, rdma, tcp, object store, ..."""
+    extra_bytes: int = 0
+    """Memory beside the parameters and their shadow."""

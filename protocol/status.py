@@ -17,12 +17,23 @@ class _Report(BaseModel):
 class WorkerPull(_Report):
     """What one inference worker moved in one sync."""
 
-    bytes_wire: int = Field(description="bytes that crossed the transport")
+    bytes_wire: int = Field(description="bytes that crossed the transport to get here, those read twice twice")
+    bytes_gaps: int = Field(0, description="bytes that spans read along on top, between those needed")
     bytes_needed: int = Field(description="bytes of the worker's parameters that the model provides")
     seconds: float = Field(description="from begin to the last byte in place")
     phases: dict[str, float] = Field(default_factory=dict, description="seconds per phase on this worker")
     regions_verified: int = Field(0, description="regions whose digest was checked before the flip")
     regions_repeated: int = Field(0, description="regions read twice, because their digest was wrong at first")
+    strategies: dict[str, int] = Field(default_factory=dict, description="bytes by how they travelled")
+    predicted_s: float = Field(0.0, description="what the cost model expected of reads and scatters; 0: no model")
+    prepared: dict[str, int] = Field(
+        default_factory=dict,
+        description="registrations, connections and descriptor lists made during this sync; none in steady state",
+    )
+    carriers: tuple[str, ...] = Field(
+        (), description="what carried the bytes below the transport: cma, shared memory, rdma, tcp, object store, ..."
+    )
+    extra_bytes: int = Field(0, description="memory of this worker beside its weights and their shadow")
 
 
 class SyncReport(_Report):
@@ -37,7 +48,9 @@ class SyncReport(_Report):
     epoch: int
     mode: PublishMode
     transport: str
-    bytes: int = Field(description="bytes on the wire, all workers together")
+    carriers: list[str] = Field(default_factory=list, description="what carried its bytes, over all workers")
+    bytes: int = Field(description="bytes on the wire, all workers together; see also `gap_bytes`")
+    gap_bytes: int = Field(0, description="bytes read on top, between needed ones, where that is faster (spans)")
     needed_bytes: int = Field(description="bytes the workers hold of this model, all workers together")
     seconds: float = Field(description="from the last rank's publish call to the commit")
     phases: dict[str, float] = Field(
@@ -49,6 +62,9 @@ class SyncReport(_Report):
     evicted: list[str]
     lost_ranks: list[int] = Field(
         default_factory=list, description="trainer ranks that died and whose part came from other ranks"
+    )
+    producer_extra_bytes: dict[int, int] = Field(
+        default_factory=dict, description="per trainer rank, memory for slots, export ring or mirror"
     )
     workers: dict[str, WorkerPull]
 
@@ -74,6 +90,23 @@ class ConsumerStatus(_Report):
     node_id: str
     pid: int
     error: str | None = None
+
+
+class LinkStatus(_Report):
+    """What reading over a link costs, as workers measured it."""
+
+    producer_node: str
+    consumer_node: str
+    producer_device: str
+    consumer_device: str
+    bytes_per_s: float = Field(description="large runs")
+    descriptor_s: float = Field(description="seconds per separated run, on top of its bytes")
+    control_s: float = Field(description="a question and an answer between actors")
+    pack_bytes_per_s: float
+    pack_run_s: float
+    scatter_bytes_per_s: float
+    scatter_run_s: float
+    measured: bool
 
 
 class EpochStatus(_Report):
@@ -103,3 +136,4 @@ class ServiceStatus(_Report):
     syncs_aborted: int
     last_report: SyncReport | None
     last_error: str | None
+    links: list[LinkStatus] = Field(default_factory=list, description="measured costs, by pair of nodes")

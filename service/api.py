@@ -160,6 +160,11 @@ def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray
         stall_timeout_s=settings.stall_timeout_s,
         join_grace_s=settings.join_grace_s,
         verify=settings.verify,
+        strategy=settings.strategy,
+        link_costs=settings.link_costs,
+        chunk_bytes=settings.chunk_bytes,
+        max_inflight_bytes=settings.max_inflight_bytes,
+        staging_budget_bytes=settings.staging_budget_bytes,
         long_poll_s=settings.long_poll_s,
         lease_s=settings.lease_s,
     )

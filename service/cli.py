@@ -1,4 +1,4 @@
-"""The `weightsync` command: demo, up, down, status, plan.
+"""The `weightsync` command: demo, up, down, status, plan, bench.
 
 Exit codes: 0 success, 1 the thing asked for failed, 2 wrong usage, 130 interrupted. With `--json`, standard
 output holds JSON and nothing else; everything for people goes to standard error.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -26,7 +27,7 @@ app = typer.Typer(
 Name = Annotated[str, typer.Option("--name", "-n", help="service name")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray address; default: the running cluster")]
 Transport = Annotated[
-    Literal["auto", "nixl", "object_store"] | None, typer.Option(help="how bytes move; default: the setting's")
+    Literal["auto", "nixl", "rdt", "object_store"] | None, typer.Option(help="how bytes move; default: the setting's")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 
@@ -147,10 +148,14 @@ def plan(
     policy: Annotated[
         str, typer.Option(help="who serves what several ranks hold, such as adjacency+balance")
     ] = "lowest",
+    cost: Annotated[
+        list[str] | None, typer.Option(help="a cost of the links to assume, such as descriptor_s=1e-7; repeatable")
+    ] = None,
     help_layouts: Annotated[bool, typer.Option("--help-layouts", help="list the layouts and exit")] = False,
     json_output: Json = False,
 ) -> None:
     """Show what moving weights from one layout to another takes; moves nothing and needs no Ray."""
+    from weightsync.protocol.cost_model import LinkCosts
     from weightsync.service.layout_names import describe_kinds
     from weightsync.service.plan_summary import (
         demo_engine,
@@ -165,8 +170,9 @@ def plan(
         return
     if not source or not target or (shape is None) == (model is None):
         raise typer.BadParameter("give --source, --target, and either --shape or --model")
+    costs = LinkCosts().overridden(dict(_parse_cost(text) for text in cost or ()))
     if shape is not None:
-        summary = summarize_layouts([("the parameter", dtype, _parse_shape(shape))], source, target, policy)
+        summary = summarize_layouts([("the parameter", dtype, _parse_shape(shape))], source, target, policy, costs)
     else:
         assert model is not None
         with _err.status(f"building {model} ..."):
@@ -174,13 +180,61 @@ def plan(
         kind, _, ranks = target.partition("/")
         with _err.status("planning ..."):
             if kind == "engine" and ranks.isdigit() and int(ranks) > 0:
-                summary = summarize_recorded(tensors, source, demo_engine(config), int(ranks), policy)
+                summary = summarize_recorded(tensors, source, demo_engine(config), int(ranks), policy, costs)
             else:
-                summary = summarize_layouts(tensors, source, target, policy)
+                summary = summarize_layouts(tensors, source, target, policy, costs)
     if json_output:
         _print_json(summary.model_dump(mode="json"))
     else:
         Console().print(render(summary))
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        Literal["quick", "full"] | None, typer.Option(help="a set of cases, in place of sizes and counts")
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="model sizes from 16MB to 4GB, separated by commas")] = "256MB",
+    producers: Annotated[str, typer.Option(help="trainer ranks, 1 to 8, separated by commas")] = "2",
+    consumers: Annotated[str, typer.Option(help="inference workers, 1 to 8, separated by commas")] = "2",
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, max=8, help="workers per replica; default: all of them; 1: each takes all")
+    ] = None,
+    run_sizes: Annotated[
+        str, typer.Option(help="separated runs of these sizes (512B to 8MiB) in place of a model, one to one")
+    ] = "",
+    ways: Annotated[str, typer.Option(help="which ways, separated by commas; a wrong one lists them")] = "",
+    rounds: Annotated[int | None, typer.Option(min=1, help="rounds; default 5, or the suite's")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="counted moves per turn, of which the median is taken")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="write a .png or .svg too")] = None,
+    json_output: Json = False,
+) -> None:
+    """Measure weightsync beside bare reads and other ways to move the same bytes into the same workers."""
+    from weightsync.service.bench.command import bench_command
+
+    raise typer.Exit(
+        bench_command(
+            suite_name=suite,
+            sizes=sizes,
+            producers=producers,
+            consumers=consumers,
+            tensor_parallel=tensor_parallel,
+            run_sizes=run_sizes,
+            ways=ways,
+            rounds=rounds,
+            repeats=repeats,
+            plot=plot,
+            json_output=json_output,
+        )
+    )
+
+
+def _parse_cost(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise typer.BadParameter(f"a cost is name=number, such as descriptor_s=1e-7; got {text!r}") from None
 
 
 def _parse_shape(shape: str) -> tuple[int, ...]:

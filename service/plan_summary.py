@@ -8,7 +8,7 @@ is allocated: models are built on the meta device.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.protocol.cost_model import LinkCosts, Strategy, choose, predict, shape_of
 from weightsync.protocol.dtypes import dtype_from_name, dtype_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.maps import AffineMap
@@ -32,6 +33,7 @@ from weightsync.service.targets import ModuleTarget
 
 MODEL_SIZES = ("tiny", "small", "base")
 _PACKED_SHOWN = 8
+_ASSUMED = LinkCosts()
 
 
 class Packed(BaseModel):
@@ -59,21 +61,43 @@ class PlanSummary(BaseModel):
     bytes_by_source: dict[int, int]
     bytes_by_target: dict[int, int]
     packed: list[Packed]
+    bytes_by_strategy: dict[str, int]
+    """What the cost model would choose, chunk by chunk."""
+    predicted_s: float
+    """Seconds the slowest target rank would take for its reads and scatters, by these choices."""
+    predicted_s_if_all: dict[str, float]
+    """The same, were everything to travel one way."""
     planning_seconds: float
 
 
 class _Tally:
-    """Adds runs up."""
+    """Adds runs up.
 
-    def __init__(self) -> None:
+    Args:
+        costs: of every link.
+        consumers: target ranks that pull from the same source ranks.
+    """
+
+    def __init__(self, costs: LinkCosts, consumers: int) -> None:
+        self._costs, self._consumers = costs, consumers
+        self._strategies: Counter[str] = Counter()
+        self._seconds: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self.copies = 0
         self.by_source: Counter[int] = Counter()
         self.by_target: Counter[int] = Counter()
         self.by_size: Counter[int] = Counter()
         self.packed: list[Packed] = []
 
-    def add(self, source_rank: int, target_rank: int, nbytes: np.ndarray) -> None:
+    def add(self, source_rank: int, target_rank: int, source_byte: np.ndarray, nbytes: np.ndarray) -> None:
         total = int(nbytes.sum())
+        shape = shape_of(source_byte.astype(np.int64), nbytes, self._costs)
+        chosen = choose(shape, self._costs, self._consumers)
+        self._strategies[chosen.value] += total
+        for strategy in Strategy:
+            seconds = predict(strategy, shape, self._costs, self._consumers)
+            self._seconds[strategy.value][target_rank] += seconds
+            if strategy is chosen:
+                self._seconds["chosen"][target_rank] += seconds
         self.by_source[source_rank] += total
         self.by_target[target_rank] += total
         powers, counts = np.unique(np.floor(np.log2(nbytes)).astype(np.int64), return_counts=True)
@@ -90,6 +114,9 @@ class _Tally:
             bytes_by_source=dict(sorted(self.by_source.items())),
             bytes_by_target=dict(sorted(self.by_target.items())),
             packed=self.packed,
+            bytes_by_strategy=dict(self._strategies),
+            predicted_s=max(self._seconds["chosen"].values(), default=0.0),
+            predicted_s_if_all={s.value: max(self._seconds[s.value].values(), default=0.0) for s in Strategy},
             **named,
         )
 
@@ -98,14 +125,17 @@ Tensors = Sequence[tuple[str, str, Shape]]
 """(name, dtype name, shape)."""
 
 
-def summarize_layouts(tensors: Tensors, source: str, target: str, holder_policy: str) -> PlanSummary:
+def summarize_layouts(
+    tensors: Tensors, source: str, target: str, holder_policy: str, costs: LinkCosts = _ASSUMED
+) -> PlanSummary:
     """Compose two layouts, for every tensor.
 
     Raises:
         PlanError: a layout that does not exist or does not fit a tensor, named.
     """
     source_of, target_of = _remembered(layout_by_name(source)), _remembered(layout_by_name(target))
-    started, tally, cache = time.monotonic(), _Tally(), PlanCache()
+    started, cache = time.monotonic(), PlanCache()
+    tally = _Tally(costs, max((target_of(shape).num_ranks for _, _, shape in tensors), default=1))
     for name, dtype, shape in tensors:
         itemsize = dtype_from_name(dtype).itemsize
         try:
@@ -115,7 +145,7 @@ def summarize_layouts(tensors: Tensors, source: str, target: str, holder_policy:
         tally.copies += len(plan.segments)
         scattered = 0
         for runs in cache.runs(plan, itemsize):
-            tally.add(runs.source_rank, runs.target_rank, runs.nbytes)
+            tally.add(runs.source_rank, runs.target_rank, runs.source_byte, runs.nbytes)
             scattered += runs.scattered_bytes
         if scattered:
             tally.packed.append(Packed(what=name, nbytes=scattered, why="its runs are single elements"))
@@ -130,7 +160,12 @@ def summarize_layouts(tensors: Tensors, source: str, target: str, holder_policy:
 
 
 def summarize_recorded(
-    tensors: Tensors, source: str, engine: Callable[[int, int], torch.nn.Module], world: int, holder_policy: str
+    tensors: Tensors,
+    source: str,
+    engine: Callable[[int, int], torch.nn.Module],
+    world: int,
+    holder_policy: str,
+    costs: LinkCosts = _ASSUMED,
 ) -> PlanSummary:
     """Record what each rank of an engine loads, and plan it against the trainer's layout.
 
@@ -138,7 +173,7 @@ def summarize_recorded(
         engine: (rank, world) -> the engine's module of that rank, on the meta device.
     """
     source_of = _remembered(layout_by_name(source))
-    started, tally, planner = time.monotonic(), _Tally(), PullPlanner(holder_policy)
+    started, tally, planner = time.monotonic(), _Tally(costs, world), PullPlanner(holder_policy)
     sources = {name: _as_source(name, dtype, source_of(shape)) for name, dtype, shape in tensors}
     manifest = {name: (dtype, shape) for name, dtype, shape in tensors}
     for rank in range(world):
@@ -152,7 +187,7 @@ def summarize_recorded(
                 runs = planner.lower(bounce.copy, held)
                 tally.packed.append(Packed(what=copy.param_name, nbytes=_nbytes(runs), why=str(error)))
             for own in runs:
-                tally.add(own.session, rank, own.nbytes)
+                tally.add(own.session, rank, own.src_addr, own.nbytes)
     return tally.summary(
         source=source,
         target=f"engine/{world}",
@@ -219,6 +254,14 @@ def render(summary: PlanSummary) -> RenderableType:
         _two_columns("source rank", "serves", _by_rank(summary.bytes_by_source)),
         _two_columns("target rank", "takes", _by_rank(summary.bytes_by_target)),
     ]
+    shares = ", ".join(f"{format_bytes(n)} {name}" for name, n in sorted(summary.bytes_by_strategy.items()))
+    all_one = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in summary.predicted_s_if_all.items())
+    parts.append(
+        Text(
+            f"the cost model takes {shares}: {1e3 * summary.predicted_s:.1f} ms for the slowest rank; all one way: "
+            f"{all_one}"
+        )
+    )
     parts += [
         Text(f"packed: {packed.what}, {format_bytes(packed.nbytes)}: {packed.why}", style="yellow")
         for packed in summary.packed[:_PACKED_SHOWN]

@@ -26,9 +26,12 @@ import torch
 from weightsync.actors.digests import ShardDigests
 from weightsync.actors.export_ring import ExportRing, ShardMirror
 from weightsync.actors.interfaces import LocalShard, WeightSource, iter_groups
+from weightsync.actors.moves import await_device, measure_moves
 from weightsync.actors.options import RegistryOptions
-from weightsync.actors.producer_actor import ProducerOptions
+from weightsync.actors.pack_desk import PackRequest, Slot
+from weightsync.actors.producer_actor import ProducerOptions, Wants
 from weightsync.actors.spawn import await_registry, call, spawn_producer, this_node
+from weightsync.actors.trainer_packer import TrainerPacker
 from weightsync.actors.transport import Transport, create_transport
 from weightsync.protocol.dtypes import dtype_name
 from weightsync.protocol.errors import (
@@ -38,10 +41,19 @@ from weightsync.protocol.errors import (
     SyncAborted,
     SyncError,
 )
-from weightsync.protocol.messages import EpochGrant, MemberHistory, ProducerRegistration, PublishMode, TensorMeta
+from weightsync.protocol.messages import (
+    EpochGrant,
+    MemberHistory,
+    ProducerRegistration,
+    PublishMode,
+    RankLayout,
+    TensorMeta,
+)
 from weightsync.protocol.shards import PublishedShard, PublishedTensor
 from weightsync.protocol.status import SyncReport
 from weightsync.service.api import ServiceHandle, connect
+
+_NO_LAYOUT = RankLayout(0, (), (), ())
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,10 @@ class Publisher:
         self._transport: Transport | None = None
         self._mirror: ShardMirror | None = None
         self._ring: ExportRing | None = None
+        self._packer: TrainerPacker | None = None
+        self._wants = Wants(0, {}, {})
+        self._layout = _NO_LAYOUT
+        self._device = "cpu"
         self._actor: Any = None
         self._token: str | None = None
         self._version: int | None = None
@@ -119,6 +135,7 @@ class Publisher:
         """
         self._refuse_if_closed()
         self._check_placements()
+        await_device(torch.device(self._device))  # peers read memory, and know nothing of streams
         if self._mirror is not None:  # before the epoch opens: consumers read as soon as it does
             self._mirror.refresh(self._source.shards())
         timeout_s = self._options.stall_timeout_s if timeout is None else timeout
@@ -127,8 +144,10 @@ class Publisher:
             if self._mode is PublishMode.LIVE:
                 self._serve_live(grant)
             else:
-                self._serve_staged(grant)
-            report: SyncReport = call(self._registry.end_publish.remote(self._rank, self._token, grant.epoch))
+                self._serve_staged()
+            report: SyncReport = call(
+                self._registry.end_publish.remote(self._rank, self._token, grant.epoch, self._extra_bytes)
+            )
         except ray.exceptions.RayActorError as error:
             self._abandon(grant, error)
             raise SyncAborted(
@@ -141,15 +160,31 @@ class Publisher:
         self._version = report.version
         return report
 
+    @property
+    def _extra_bytes(self) -> int:
+        """Memory this rank takes beside its weights."""
+        ring = sum(segment.name.nbytes for segment in self._ring.segments) if self._ring is not None else 0
+        mirror = self._mirror.segment.name.nbytes if self._mirror is not None else 0
+        return ring + mirror + (self._packer.slot_bytes if self._packer is not None else 0)
+
     def _begin(self, version: int, timeout_s: float) -> EpochGrant:
         """Meet the other ranks; a registry that restarted meanwhile is joined again."""
+
+        def begin() -> EpochGrant:
+            known = self._layout.generation
+            grant: EpochGrant = call(
+                self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s, known)
+            )
+            self._layout = grant.layout or self._layout
+            return grant
+
         try:
-            return call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
+            return begin()
         except (MembershipLostError, ray.exceptions.RayActorError):
             if not await_registry(self._options.service, self._registry):
                 raise
         self._rejoin()
-        return call(self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s))
+        return begin()
 
     def _await_actor(self, ref: Any) -> Any:
         """The result of a call that may park at the producer; ends when the registry dies, which could end it."""
@@ -176,7 +211,7 @@ class Publisher:
                 call(self._actor.close.remote(), timeout_s=5)
             with contextlib.suppress(Exception):
                 ray.kill(self._actor)
-        for owned in (self._transport, self._mirror, self._ring):
+        for owned in (self._packer, self._transport, self._mirror, self._ring):
             if owned is not None:
                 owned.close()
 
@@ -207,6 +242,7 @@ class Publisher:
                 gather_lookahead=self._options.gather_lookahead,
                 stall_timeout_s=self._options.stall_timeout_s,
                 verify=self._options.verify,
+                staging_budget_bytes=self._options.staging_budget_bytes,
             ),
             self._options.max_consumers,
         )
@@ -223,6 +259,8 @@ class Publisher:
             transport=self._options.transport,
             node_id=this_node(),
             pid=os.getpid(),
+            device=self._device,
+            move_costs=measure_moves(torch.device(self._device)) if self._packer is not None else None,
         )
         self._registration = registration
         self._join(MemberHistory())
@@ -244,6 +282,7 @@ class Publisher:
             raise SyncError(
                 f"the producer of rank {self._rank} died; close this Publisher and make a new one"
             ) from error
+        self._layout = _NO_LAYOUT  # the new registry counts generations anew
         self._join(MemberHistory(self._version, epoch))
 
     def _check_vacancy(self) -> None:
@@ -262,6 +301,7 @@ class Publisher:
         shards = self._source.shards()
         self._check_hashable(shards)
         self._placements = {shard.name: _placement(shard) for shard in shards}
+        self._device = _only_device(self._rank, shards)
         if self._transport.reads_trainer_memory:
             self._transport.register(shard.tensor for shard in shards)
             addresses = [shard.tensor.data_ptr() for shard in shards]
@@ -271,6 +311,8 @@ class Publisher:
             self._mirror.segment.unlink()
             addresses = self._mirror.offsets
         base = 0 if self._mirror is None else self._mirror.segment.memory.data_ptr()
+        if self._transport.reads_trainer_memory:
+            self._packer = TrainerPacker(self._transport, [shard.tensor for shard in shards])
         self._digests = ShardDigests(
             [(base + addr, shard.tensor.nbytes) for shard, addr in zip(shards, addresses, strict=True)], base
         )
@@ -317,20 +359,36 @@ class Publisher:
                 )
 
     def _serve_live(self, grant: EpochGrant) -> None:
-        if self._options.verify != "off":  # consumers pull meanwhile, and wait for them before they free anything
-            news = call(self._actor.digests_wanted.remote(self._digests.revision))
-            if news is not None:
-                revision, wanted = news
-                self._digests.expect(wanted, revision)
+        """Consumers read by themselves; what they need of this process meanwhile is digests and packed chunks."""
+        all_freed = self._actor.publish_live.remote(self._layout.groups)
+        news = call(self._actor.wants.remote(self._wants.revision))
+        if news is not None:
+            self._wants = news
+            self._digests.expect(news.digests)
+        if self._options.verify != "off":  # they wait for them before they free anything
             digests = self._digests.compute(grant.live_consumers, grant.epoch, self._options.verify)
             call(self._actor.post_digests.remote(grant.epoch, digests))
-        self._await_actor(self._actor.publish_live.remote(grant.groups))
+        if self._packer is not None:
+            self._pack_chunks(self._packer, grant)
+        self._await_actor(all_freed)
 
-    def _serve_staged(self, grant: EpochGrant) -> None:
+    def _pack_chunks(self, packer: TrainerPacker, grant: EpochGrant) -> None:
+        """Pack what consumers ask for, until they have freed everything."""
+        revision = packer.revision
+        packer.expect(self._wants.packs, grant.live_consumers)
+        if not packer.serves(grant.live_consumers):
+            return
+        if packer.revision != revision:
+            assert self._transport is not None
+            call(self._actor.post_pack_metadata.remote(packer.revision, self._transport.metadata()))
+        packed: dict[PackRequest, Slot] = {}
+        while requests := self._await_actor(self._actor.exchange_packs.remote(grant.epoch, packed)):
+            packed = packer.pack(requests)
+
+    def _serve_staged(self) -> None:
         """The gather loop: credit for a slot first, then gather into it, then publish."""
-        ring = self._export_ring(grant)
-        names, lengths = grant.names, grant.group_lens
-        for group, members in iter_groups(names, lengths):
+        ring = self._export_ring()
+        for group, members in iter_groups(self._layout.names, self._layout.group_lens):
             while not ring.has_free_slot:
                 ring.release(self._await_actor(self._actor.wait_freed.remote()))
             tensors = self._source.gather(members)
@@ -341,14 +399,14 @@ class Publisher:
             call(self._actor.publish_packed.remote(group, segment, packed))
         ring.release(self._await_actor(self._actor.end_sync.remote()))
 
-    def _export_ring(self, grant: EpochGrant) -> ExportRing:
+    def _export_ring(self) -> ExportRing:
         """Made at the first version, when the groups are known: L + 1 slots, each as large as the largest."""
         if self._ring is None:
             held = set(self._source.held_names())
             metas = {meta.name: meta for meta in self._manifest}
             groups = [
                 [metas[name] for name in members if name in held]
-                for _, members in iter_groups(grant.names, grant.group_lens)
+                for _, members in iter_groups(self._layout.names, self._layout.group_lens)
             ]
             self._ring = ExportRing(
                 f"{self._options.service}-rank{self._rank}", groups, self._options.gather_lookahead + 1
@@ -397,6 +455,16 @@ def _mode(mode: str | PublishMode) -> PublishMode:
 
 def _placement(shard: LocalShard) -> _Placement:
     return _Placement(shard.tensor.data_ptr(), tuple(shard.tensor.shape), shard.tensor.dtype)
+
+
+def _only_device(rank: int, shards: Sequence[LocalShard]) -> str:
+    devices = {str(shard.tensor.device): shard.name for shard in shards}
+    if len(devices) > 1:
+        (one, name), (other, other_name) = list(devices.items())[:2]
+        raise InvalidLayoutError(
+            f"rank {rank}: {name!r} is on {one} and {other_name!r} on {other}; a rank publishes from one device"
+        )
+    return next(iter(devices), "cpu")
 
 
 def _check_manifest(rank: int, manifest: tuple[TensorMeta, ...]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from weightsync.protocol.cost_model import LinkCosts
 
 
 class Settings(BaseSettings):
@@ -18,10 +20,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="WEIGHTSYNC_", extra="forbid", frozen=True)
 
-    transport: Literal["auto", "nixl", "object_store"] = Field(
+    transport: Literal["auto", "nixl", "rdt", "object_store"] = Field(
         "nixl",
-        description="how bytes move: `nixl` refuses to start without NIXL; `auto` falls back to Ray's object "
-        "store where NIXL does not import, and status says so",
+        description="how bytes move: `nixl` refuses to start without NIXL, as `rdt` does, Ray's own use of it; `auto` "
+        "is `nixl`, or Ray's object store where NIXL does not import, and status says so",
     )
     http_host: str = Field("127.0.0.1", description="address the HTTP ingress binds to")
     http_port: int = Field(
@@ -57,7 +59,37 @@ class Settings(BaseSettings):
         description="digests of the bytes, computed where they come from and checked where they landed before a "
         "version becomes visible: of every region, or of one in 8, another one each version",
     )
+    strategy: Literal["auto", "direct", "packed", "span"] = Field(
+        "auto",
+        description="live mode: how slices travel. `direct` reads every contiguous run into its place, `packed` has "
+        "the trainer pack them, `span` reads the gaps along; `auto` takes what measured costs say is fastest",
+    )
+    link_costs: dict[str, float] = Field(
+        default_factory=dict,
+        description="costs to assume instead of those measured between two nodes, by name: bytes_per_s, descriptor_s, "
+        "control_s, pack_bytes_per_s, pack_run_s, scatter_bytes_per_s, scatter_run_s (bytes per second, seconds)",
+    )
+    chunk_bytes: int = Field(
+        16 << 20,
+        ge=64 << 10,
+        description="live mode: largest packed or span chunk; sizes the slots it passes through on both sides",
+    )
+    max_inflight_bytes: int = Field(
+        256 << 20, ge=0, description="live mode: bytes a worker has under way from one trainer rank at once; 0: any"
+    )
+    staging_budget_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="limit on memory that a worker, or a trainer rank, may take for slots and scratch beyond shadow "
+        "weights; a plan that needs more is refused with the number, or takes a slower way where there is one",
+    )
     join_grace_s: float = Field(
         30.0, ge=0, description="how long a publish waits for workers that have joined but are still planning"
     )
     long_poll_s: float = Field(5.0, gt=0, le=60, description="how long an idle worker's poll of the registry parks")
+
+    @field_validator("link_costs")
+    @classmethod
+    def _known_costs(cls, values: dict[str, float]) -> dict[str, float]:
+        LinkCosts().overridden(values)
+        return values

@@ -178,6 +178,27 @@ MUTATIONS = (
         "tests/actors/test_export_ring.py::test_nothing_stays_in_shared_memory",
     ),
     Mutation(
+        "a slice is packed 16 bytes before the place it is looked for",
+        "actors/producer.py",
+        "layout = tuple((offset, tuple(",
+        "layout = tuple((max(0, offset - 16), tuple(",
+        "tests/integration/test_transports.py::test_every_layout_arrives_bit_for_bit_version_after_version",
+    ),
+    Mutation(
+        "a run is packed from 16 bytes before its place",
+        "actors/packed_runs.py",
+        "into[start : start + length] = memory[offset : offset + length]",
+        "into[start : start + length] = memory[max(0, offset - 16) :][:length]",
+        "tests/integration/test_transports.py::test_runs_land_where_they_are_to_and_nowhere_else",
+    ),
+    Mutation(
+        "a run is lent from 16 bytes before its place",
+        "actors/producer_actor.py",
+        "lent = [memory[start : start + length]",
+        "lent = [memory[max(0, start - 16) :][:length]",
+        "tests/integration/test_transports.py::test_runs_land_where_they_are_to_and_nowhere_else",
+    ),
+    Mutation(
         "replay runs what is no view",
         "protocol/view_arguments.py",
         "if not isinstance(op, str) or op not in allowed:",

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -31,6 +28,7 @@ from weightsync.service.demo.models import model_config
 from weightsync.service.demo.results import DemoResult, VersionResult, worker_names
 from weightsync.service.demo.view import DemoView
 from weightsync.service.demo.workers import SEED, InferenceWorker, TrainerRank, spawn, stop
+from weightsync.service.interrupts import Interrupts
 from weightsync.service.settings import Settings
 
 TRAINER_RANKS = 2
@@ -56,22 +54,16 @@ def run_demo(
     config = model_config(size)
     given: dict[str, Any] = {} if transport is None else {"transport": transport}
     settings = Settings(http_port=0, min_consumers=TENSOR_PARALLEL, **given)
-    stage, interrupted = _Stage(view), threading.Event()
-
-    def interrupt() -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
+    stage, interrupts = _Stage(view), Interrupts()
     try:
-        with _on_interrupt(interrupt), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
+        with interrupts.raised(), contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
             try:
                 result = stage.play(size, config, versions, mode, install, settings)
             finally:
-                with _on_interrupt(interrupted.set):  # nothing interrupts the clean-up
+                with interrupts.noted():
                     stage.close()
     except (KeyboardInterrupt, WeightsyncError, ray.exceptions.RayError) as error:
-        # Ray's processes get the same Ctrl-C, and their end may be noticed first
-        if interrupted.is_set() or isinstance(error, KeyboardInterrupt):
+        if interrupts.caused(error):
             view.say("Interrupted: everything stopped.")
             return 130
         view.say(f"[red]failed:[/] {_first_line(error)}")
@@ -178,21 +170,6 @@ class _Stage:
             self._handle = None
 
 
-@contextlib.contextmanager
-def _on_interrupt(react: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM do this, and nothing else, inside the block."""
-
-    def handle(*_: object) -> None:
-        react()
-
-    before = {sig: signal.signal(sig, handle) for sig in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
-
-
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"

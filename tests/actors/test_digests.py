@@ -71,13 +71,13 @@ def test_a_rank_computes_what_live_consumers_check_and_nothing_outside_its_memor
     inside = regions(memory, [(8, 4), (20, 2)])
     held = [(memory.data_ptr() + 8, 8), (memory.data_ptr() + 20, 12)]
     own = ShardDigests(held)
-    own.expect({3: (inside,), 4: (inside,)}, 1)
+    own.expect({3: (inside,), 4: (inside,)})
     assert own.compute({3}, 1, "full") == {3: digests([inside], [[0]])}
     for outside in ([(7, 2)], [(15, 2)], [(16, 1)], [(31, 2)], [(0, 1)]):
         with pytest.raises(SyncError, match="consumer 5 asks for digests of memory that this rank has not published"):
-            own.expect({5: (regions(memory, outside),)}, 2)
+            own.expect({5: (regions(memory, outside),)})
     relative = ShardDigests(held, base=memory.data_ptr())
-    relative.expect({3: (Regions(inside.addr - memory.data_ptr(), inside.nbytes, inside.counts),)}, 1)
+    relative.expect({3: (Regions(inside.addr - memory.data_ptr(), inside.nbytes, inside.counts),)})
     assert relative.compute({3}, 1, "full") == own_digests(inside)
 
 

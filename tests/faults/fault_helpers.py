@@ -172,7 +172,7 @@ class FaultyWorker:
             agent._attend = self._held(original)  # type: ignore[method-assign]
         elif point == "pulling":
             transport = pull._transport
-            transport.read = self._held(transport.read)  # type: ignore[method-assign]
+            transport.post = self._held(transport.post)  # type: ignore[method-assign]
         elif point == "freeing":
             pull._free_all = self._held(pull._free_all)  # type: ignore[union-attr,method-assign]
         else:
@@ -187,16 +187,17 @@ class FaultyWorker:
         return held
 
     def slow_down(self, seconds: float) -> None:
-        """The next pull takes this long for each gather group, as over a slow link."""
+        """From now on each read takes this long, as over a slow link."""
         pull = self._subscriber._agent._pull
         assert pull is not None
-        original = pull._read_group  # type: ignore[union-attr]
+        transport = pull._transport
+        original = transport.post
 
-        def slow(group: int, attempt: Any) -> None:
+        def slow(*args: Any) -> Any:
             time.sleep(seconds)
-            original(group, attempt)
+            return original(*args)
 
-        pull._read_group = slow  # type: ignore[union-attr,method-assign]
+        transport.post = slow  # type: ignore[method-assign]
 
     def corrupt(self, times: int) -> None:
         """A bit of "embed.weight" flips after the next so many arrivals of its bytes."""
@@ -223,7 +224,8 @@ class FaultyWorker:
         if isinstance(pull, StagedPull):
             transport.fetch_slot = flipping(transport.fetch_slot, lambda *args: args[2])  # type: ignore[method-assign]
         else:
-            transport.read = flipping(transport.read, lambda *args: landed)  # type: ignore[method-assign]
+            post = transport.post
+            transport.post = lambda *args: flipping(post(*args), lambda: landed)  # type: ignore[method-assign]
 
     def pause(self, lease_s: float) -> None:
         self._subscriber.pause(lease_s)
@@ -242,13 +244,13 @@ class FaultyWorker:
         """The next read fails, or is given up as hanging, as if the link did; the ones after it work."""
         pull = self._subscriber._agent._pull
         assert pull is not None
-        transport, original = pull._transport, pull._transport.read
+        transport, original = pull._transport, pull._transport.post
 
         def broken(*args: Any, **kwargs: Any) -> None:
-            transport.read = original  # type: ignore[method-assign]
+            transport.post = original  # type: ignore[method-assign]
             raise ReadHungError("nothing came (injected)") if hangs else SyncError("the link broke (injected)")
 
-        transport.read = broken  # type: ignore[method-assign]
+        transport.post = broken  # type: ignore[method-assign]
 
     def reached(self, timeout: float = 20.0) -> bool:
         return self._reached.wait(timeout)

@@ -59,6 +59,7 @@ def test_a_trainer_killed_in_a_sync_aborts_it_naming_what_is_lost(scene: BuildSc
         ("pulling", "nixl"),
         ("freeing", "nixl"),
         pytest.param("starting", "nixl", marks=pytest.mark.slow),
+        pytest.param("pulling", "rdt", marks=pytest.mark.slow),
         pytest.param("pulling", "object_store", marks=pytest.mark.slow),
     ],
 )
@@ -91,8 +92,10 @@ def test_a_trainer_killed_in_a_sync_is_replaced_by_those_that_hold_the_same(
     [
         ("hsdp", "nixl"),
         pytest.param("live", "nixl", marks=pytest.mark.slow),
+        pytest.param("live", "rdt", marks=pytest.mark.slow),
         pytest.param("live", "object_store", marks=pytest.mark.slow),
         pytest.param("staged", "nixl", marks=pytest.mark.slow),
+        pytest.param("staged", "rdt", marks=pytest.mark.slow),
         pytest.param("staged", "object_store", marks=pytest.mark.slow),
     ],
 )

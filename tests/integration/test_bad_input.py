@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -277,9 +278,10 @@ def test_unknown_services_modes_and_settings_are_refused(service: ServiceHandle)
 def test_without_nixl_start_refuses_or_falls_back_as_set(
     cluster: None, monkeypatch: pytest.MonkeyPatch, make_service: Callable[..., ServiceHandle]
 ) -> None:
-    from weightsync.actors import transport
+    from weightsync.actors import nixl_package
 
-    monkeypatch.setattr(transport.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "nixl", raising=False)
+    monkeypatch.setattr(nixl_package.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TransportUnavailableError) as refused:
         start("no-nixl", settings=Settings(http_port=0))
     assert "pip install nixl" in str(refused.value)

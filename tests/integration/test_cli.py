@@ -140,6 +140,52 @@ def test_ctrl_c_in_the_demo_says_one_line_and_leaves_nothing(shell: Shell, momen
     assert url is None or _refuses_connections(url)
 
 
+def test_the_bench_compares_ways_and_leaves_nothing(shell: Shell) -> None:
+    status, out, err = shell.run(
+        *(
+            "bench",
+            "--sizes",
+            "16MB",
+            "--producers",
+            "1",
+            "--rounds",
+            "2",
+            "--ways",
+            "bare,live-in-place,objects",
+            "--json",
+        )
+    )
+    assert status == 0, err
+    result = json.loads(out)  # nothing but JSON on standard output
+    (case,) = result["cases"]
+    assert case["failures"] == []
+    assert [row["way"] for row in case["rows"]] == ["bare", "live-in-place", "objects"]
+    assert all(seconds > 0 for row in case["rows"] for seconds in row["seconds"].values())
+    assert all(list(row["seconds"]) == ["0", "1"] for row in case["rows"])
+    assert result["machine"]["cores"]
+    assert "Traceback" not in err
+    shell.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_bench_says_one_line_and_leaves_nothing(shell: Shell) -> None:
+    process = shell.start(
+        *("bench", "--sizes", "16MB", "--producers", "1", "--consumers", "1", "--rounds", "500", "--ways", "files,live")
+    )
+    folder = Path("/dev/shm")
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("weightsync-bench-*/*.safetensors")):  # members are up and moving bytes
+        assert time.monotonic() < deadline, "nothing was measured in 60 s"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.strip().splitlines()[-1] == "Interrupted: everything stopped."
+    assert "Traceback" not in err
+    shell.assert_nothing_left()
+
+
 def test_up_status_and_down_of_two_services_on_a_ray_of_their_own(shell: Shell) -> None:
     status, out, err = shell.run("up", "--json")
     assert status == 0, err

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+import ray
 import torch
 from helpers import equal
 
@@ -117,6 +118,38 @@ def test_a_source_that_yields_something_else_than_it_said_fails_at_once(
         source.answer = lambda gathered: gathered
         publisher.publish(version + 1, timeout=20)
         assert worker.sync(version + 1, 20) == version + 1
+        assert equal(held, layers(1))
+
+
+def test_a_worker_that_asks_late_still_learns_that_its_version_was_given_up(
+    service: ServiceHandle, fresh: Callable[[], int]
+) -> None:
+    version = fresh()
+    source, held = WatchedSource(layers(1)), layers()
+    with (
+        Publisher(service, 0, 1, source, mode="staged") as publisher,
+        Subscriber(service, "w0", StateDictTarget(held)) as worker,
+    ):
+        agent = worker._agent
+        source.answer = lambda gathered: {}
+        with pytest.raises(InvalidLayoutError):
+            publisher.publish(version, timeout=20)
+        deadline = time.monotonic() + 20
+        while agent._failed_version != version and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(SyncAborted, match=r"'layers.0.w'\] too few"):
+            worker.sync(version, 20)
+        # one whose long poll missed the epoch altogether gets it told, and how it ended
+        begin = ray.get(agent._registry.next_work.remote(*agent._me, agent._generation, agent._last_epoch - 1))
+        assert begin.version == version
+        with pytest.raises(ray.exceptions.RayTaskError, match=rf"version {version} .* was aborted: trainer rank 0"):
+            ray.get(agent._registry.start_pull.remote(*agent._me, begin.epoch))
+        # told once: a second attempt at the same version is waited for
+        source.answer = lambda gathered: gathered
+        thread, outcome = publishing(publisher, version)
+        assert worker.sync(version, 20) == version
+        thread.join(20)
+        assert not isinstance(outcome[0], Exception), outcome
         assert equal(held, layers(1))
 
 

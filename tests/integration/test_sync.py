@@ -33,7 +33,7 @@ from weightsync.service import (
     ("install", "transport"),
     [
         ("shadow", "nixl"),
-        ("in_place", "object_store"),
+        pytest.param("in_place", "object_store", marks=pytest.mark.slow),
         pytest.param("in_place", "nixl", marks=pytest.mark.slow),
         pytest.param("shadow", "object_store", marks=pytest.mark.slow),
     ],
@@ -365,14 +365,14 @@ def test_a_failure_told_by_a_worker_that_is_not_in_the_sync_ends_nothing(
         Subscriber(service, "w0", StateDictTarget(target)) as worker,
     ):
         transport = worker._agent._pull._transport  # type: ignore[union-attr]
-        read, reading = transport.read, threading.Event()
+        post, reading = transport.post, threading.Event()
 
-        def held(*args: object) -> None:
+        def held(*args: object) -> Callable[[], bool]:
             reading.set()
             may_read.wait(20)
-            read(*args)  # type: ignore[arg-type]
+            return post(*args)  # type: ignore[arg-type]
 
-        transport.read = held  # type: ignore[method-assign]
+        transport.post = held  # type: ignore[method-assign]
         thread = threading.Thread(target=publisher.publish, args=(version, 20))
         thread.start()
         assert reading.wait(20)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from weightsync.protocol.cost_model import LinkCosts
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.service.cli import app
 from weightsync.service.demo.engine import EngineModel
@@ -189,3 +190,16 @@ def test_the_summary_fits_a_terminal() -> None:
     text = console.export_text()
     assert "everything lands in place" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_summary_says_what_the_cost_model_takes_and_what_each_way_would_cost() -> None:
+    """Columns of 512 bytes: with dear descriptors packed, with free ones direct."""
+    columns = [("w", "bfloat16", (20_000, 512))]
+    costs = LinkCosts(descriptor_s=1e-4, pack_bytes_per_s=1e12, pack_run_s=1e-12)
+    dear = summarize_layouts(columns, "split:0/2", "split:1/2", "lowest", costs)
+    assert dear.bytes_by_strategy == {"packed": dear.nbytes}
+    assert dear.predicted_s == pytest.approx(min(dear.predicted_s_if_all.values()))
+    free = summarize_layouts(columns, "split:0/2", "split:1/2", "lowest", LinkCosts(descriptor_s=1e-12))
+    assert free.bytes_by_strategy == {"direct": free.nbytes}
+    expected = 10_000 * 2 * 1e-12 + free.nbytes / 2 / LinkCosts().bytes_per_s
+    assert free.predicted_s_if_all["direct"] == pytest.approx(expected)
