@@ -23,13 +23,14 @@ from weightsync.protocol.errors import PlanBudgetError
 
 SMALLEST_SLOT_BYTES = 64 << 10
 _ALIGNMENT = 16
+_NOTHING: Int64 = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class ChunkDraft:
     """Runs that travel together. For bounced ones: what is read (addresses, bytes) and where each run then lies.
 
-    `read_addr` and `read_nbytes` are empty for a packed chunk: its one address is known once it is packed.
+    They are empty for a direct chunk, and what is read for a packed one: its one address is known once it is packed.
     """
 
     group: int
@@ -115,7 +116,7 @@ def cut(
             if strategy is Strategy.DIRECT:
                 out += [drafter.direct(piece) for piece in split(part, cutting.direct_bytes)]
             else:
-                gap = _worth(costs[rank]) if strategy is Strategy.SPAN else 0.0
+                gap = costs[rank].descriptor_bytes if strategy is Strategy.SPAN else 0.0
                 # a third: a piece that straddles, gaps and alignment fit into the rest
                 pieces = split(_by_source(part), max(cap, SMALLEST_SLOT_BYTES) // 3, gap)
                 out += [drafter.span(p) if strategy is Strategy.SPAN else drafter.packed(p) for p in pieces]
@@ -130,11 +131,11 @@ def _by_strategy(
         return [(Strategy(cutting.strategy), runs)]
     if not cap:
         return [(Strategy.DIRECT, runs)]
-    shapes = [_shape(part, costs, extents) for part in each_tensor(runs)]
+    tensors = each_tensor(runs)
+    shapes = [_shape(part, costs, extents) for part in tensors]
     chosen = [choose(shape, costs, cutting.consumers) for shape in shapes]
     if Strategy.PACKED in chosen:
-        without = {**costs.__dict__, "pack_bytes_per_s": 1e-3}  # the best of the other two
-        others = [choose(shape, LinkCosts(**without)) for shape in shapes]
+        others = [choose(shape, costs.without_packing()) for shape in shapes]
         packed = [index for index, strategy in enumerate(chosen) if strategy is Strategy.PACKED]
         gained = sum(
             predict(others[i], shapes[i], costs) - predict(Strategy.PACKED, shapes[i], costs, cutting.consumers)
@@ -145,7 +146,6 @@ def _by_strategy(
                 other if strategy is Strategy.PACKED else strategy
                 for strategy, other in zip(chosen, others, strict=True)
             ]
-    tensors = each_tensor(runs)
     return [
         (strategy, joined([part for part, own in zip(tensors, chosen, strict=True) if own is strategy]))
         for strategy in Strategy
@@ -164,11 +164,10 @@ class _Drafter:
     consumers: int
 
     def direct(self, runs: RankRuns) -> ChunkDraft:
-        nothing = np.empty(0, dtype=np.int64)
-        return self._draft(Strategy.DIRECT, runs, (runs.src_addr, runs.nbytes, nothing, nothing), 0)
+        return direct_draft(self.group, self.rank, runs, self._predicted_s(Strategy.DIRECT, runs))
 
     def span(self, runs: RankRuns) -> ChunkDraft:
-        starts, ends = self._spans(runs)
+        starts, ends = _bounded_spans(runs, self.costs, self.extents)
         room = -(-(ends - starts + _ALIGNMENT) // _ALIGNMENT) * _ALIGNMENT
         offsets = np.cumsum(room) - room + starts % _ALIGNMENT  # so that wide lanes stay aligned
         of_run = np.searchsorted(starts, runs.src_addr, side="right") - 1
@@ -176,18 +175,23 @@ class _Drafter:
         return self._draft(Strategy.SPAN, runs, (starts, ends - starts, offsets, run_offset), int(room.sum()))
 
     def packed(self, runs: RankRuns) -> ChunkDraft:
-        nothing = np.empty(0, dtype=np.int64)
         run_offset = np.cumsum(runs.nbytes) - runs.nbytes
-        return self._draft(Strategy.PACKED, runs, (nothing, nothing, nothing, run_offset), int(runs.nbytes.sum()))
+        return self._draft(Strategy.PACKED, runs, (_NOTHING, _NOTHING, _NOTHING, run_offset), int(runs.nbytes.sum()))
 
     def _draft(
         self, strategy: Strategy, runs: RankRuns, reads: tuple[Int64, Int64, Int64, Int64], bounce_bytes: int
     ) -> ChunkDraft:
-        predicted_s = predict(strategy, _shape(runs, self.costs, self.extents), self.costs, self.consumers)
-        return ChunkDraft(self.group, self.rank, strategy, runs, predicted_s, *reads, bounce_bytes)
+        return ChunkDraft(
+            self.group, self.rank, strategy, runs, self._predicted_s(strategy, runs), *reads, bounce_bytes
+        )
 
-    def _spans(self, runs: RankRuns) -> tuple[Int64, Int64]:
-        return _bounded_spans(runs, self.costs, self.extents)
+    def _predicted_s(self, strategy: Strategy, runs: RankRuns) -> float:
+        return predict(strategy, _shape(runs, self.costs, self.extents), self.costs, self.consumers)
+
+
+def direct_draft(group: int, rank: int, runs: RankRuns, predicted_s: float = 0.0) -> ChunkDraft:
+    """A chunk that needs no bounce slot."""
+    return ChunkDraft(group, rank, Strategy.DIRECT, runs, predicted_s, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0)
 
 
 def _bounded_spans(runs: RankRuns, costs: LinkCosts, extents: Int64) -> tuple[Int64, Int64]:
@@ -198,13 +202,7 @@ def _bounded_spans(runs: RankRuns, costs: LinkCosts, extents: Int64) -> tuple[In
 
 
 def _shape(runs: RankRuns, costs: LinkCosts, extents: Int64) -> RunShape:
-    starts, ends = _bounded_spans(runs, costs, extents)
-    return RunShape(len(runs.nbytes), int(runs.nbytes.sum()), len(starts), int((ends - starts).sum()))
-
-
-def _worth(costs: LinkCosts) -> float:
-    """A gap of so many bytes costs as much as a descriptor."""
-    return costs.descriptor_s * costs.bytes_per_s
+    return RunShape.of(runs.nbytes, *_bounded_spans(runs, costs, extents))
 
 
 # -- cutting runs ---------------------------------------------------------------------------------------

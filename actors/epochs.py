@@ -105,10 +105,7 @@ class Epoch:
     @property
     def complete(self) -> bool:
         """Everybody has finished: it may be committed."""
-        counts = len(self.pulled) >= len(self.live) > 0 and len(self.ended) >= len(
-            self.ranks
-        )  # cheap, and mostly False
-        return counts and self.ranks <= self.ended and self.live.keys() <= self.pulled.keys()
+        return bool(self.live) and self.ranks <= self.ended and self.live.keys() <= self.pulled.keys()
 
     def evict(self, consumer_id: int, reason: str) -> bool:
         worker = self.live.pop(consumer_id, None)

@@ -22,7 +22,7 @@ import ray
 import torch
 
 from weightsync.actors.attempt import Attempt
-from weightsync.actors.chunks import ChunkDraft, Cutting, cut, slot_bytes
+from weightsync.actors.chunks import ChunkDraft, Cutting, cut, direct_draft, slot_bytes
 from weightsync.actors.destinations import Destinations
 from weightsync.actors.digests import Regions, differing, mismatch
 from weightsync.actors.landings import Landings, RankRuns
@@ -166,7 +166,7 @@ class LivePull:
         if self._options.strategy == Strategy.PACKED:
             needed = "; ".join(f"rank {rank} would need {nbytes} bytes" for rank, nbytes in refused.items())
             raise PlanBudgetError(f"{needed} for packed chunks, and staging_budget_bytes is {budget}; raise it")
-        dearer = {rank: replace(c, pack_bytes_per_s=1e-3) if rank in refused else c for rank, c in costs.items()}
+        dearer = {rank: c.without_packing() if rank in refused else c for rank, c in costs.items()}
         drafts = cut(self._landings.runs, dearer, extents, cutting)
         self._reserve_packs(drafts)
         return drafts
@@ -282,10 +282,8 @@ class LivePull:
         return replacements
 
     def _direct(self, group: int, rank: int, runs: RankRuns) -> Chunk:
-        nothing = np.empty(0, dtype=np.int64)
-        draft = ChunkDraft(group, rank, Strategy.DIRECT, runs, 0.0, nothing, nothing, nothing, nothing, 0)
         read = self._read_of(rank, runs.src_addr, runs.dst_addr, runs.nbytes)
-        return Chunk(group, rank, Strategy.DIRECT, draft, int(runs.nbytes.sum()), read)
+        return Chunk(group, rank, Strategy.DIRECT, direct_draft(group, rank, runs), int(runs.nbytes.sum()), read)
 
     def _ask(self, attempt: Attempt) -> Any:
         context = attempt.context

@@ -62,12 +62,21 @@ class LinkCosts:
     """False for defaults, or where a value was set by hand."""
 
     @property
+    def descriptor_bytes(self) -> float:
+        """Reading so many bytes takes as long as one more descriptor."""
+        return self.descriptor_s * self.bytes_per_s
+
+    @property
     def pack(self) -> MoveCosts:
         return MoveCosts(self.pack_bytes_per_s, self.pack_run_s)
 
     @property
     def scatter(self) -> MoveCosts:
         return MoveCosts(self.scatter_bytes_per_s, self.scatter_run_s)
+
+    def without_packing(self) -> LinkCosts:
+        """So dear to pack that nothing is packed."""
+        return replace(self, pack_bytes_per_s=1e-3)
 
     def overridden(self, values: Mapping[str, float]) -> LinkCosts:
         """With some values set by hand.
@@ -94,11 +103,10 @@ class RunShape:
     spans: int
     span_bytes: int
 
-
-def shape_of(src: Ints, nbytes: Ints, costs: LinkCosts) -> RunShape:
-    """Statistics of runs at these source addresses."""
-    starts, ends = spans(src, nbytes, costs)
-    return RunShape(len(nbytes), int(nbytes.sum()), len(starts), int((ends - starts).sum()))
+    @classmethod
+    def of(cls, nbytes: Ints, starts: Ints, ends: Ints) -> RunShape:
+        """Of runs of `nbytes`, covered by spans from `starts` to `ends`."""
+        return cls(len(nbytes), int(nbytes.sum()), len(starts), int((ends - starts).sum()))
 
 
 def spans(src: Ints, nbytes: Ints, costs: LinkCosts) -> tuple[Ints, Ints]:
@@ -111,8 +119,7 @@ def spans(src: Ints, nbytes: Ints, costs: LinkCosts) -> tuple[Ints, Ints]:
     starts, ends = src[order], np.maximum.accumulate((src + nbytes)[order])
     if len(starts) < 2:
         return starts, ends
-    worth = costs.descriptor_s * costs.bytes_per_s
-    cut = np.flatnonzero(starts[1:] - ends[:-1] > worth) + 1
+    cut = np.flatnonzero(starts[1:] - ends[:-1] > costs.descriptor_bytes) + 1
     first = np.concatenate([[0], cut])
     last = np.concatenate([cut, [len(starts)]]) - 1
     return starts[first], ends[last]

@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.protocol.cost_model import LinkCosts, Strategy, choose, predict, shape_of
+from weightsync.protocol.cost_model import LinkCosts, RunShape, Strategy, choose, predict, spans
 from weightsync.protocol.dtypes import dtype_from_name, dtype_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.maps import AffineMap
@@ -90,7 +90,7 @@ class _Tally:
 
     def add(self, source_rank: int, target_rank: int, source_byte: np.ndarray, nbytes: np.ndarray) -> None:
         total = int(nbytes.sum())
-        shape = shape_of(source_byte.astype(np.int64), nbytes, self._costs)
+        shape = RunShape.of(nbytes, *spans(source_byte.astype(np.int64), nbytes, self._costs))
         chosen = choose(shape, self._costs, self._consumers)
         self._strategies[chosen.value] += total
         for strategy in Strategy:

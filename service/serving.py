@@ -7,7 +7,6 @@ finds the registry by name on each request and reports 503 while it is gone.
 from __future__ import annotations
 
 import logging
-import socket
 from typing import Any
 
 import ray
@@ -20,6 +19,7 @@ from ray.serve.context import _get_global_client
 from weightsync.actors.spawn import find_registry
 from weightsync.protocol.status import ServiceStatus
 from weightsync.service.metrics import CONTENT_TYPE, render
+from weightsync.service.ports import free_port
 from weightsync.service.settings import Settings
 
 _api = FastAPI(title="weightsync", description="State of a weight synchronisation service.")
@@ -82,7 +82,7 @@ def deploy_ingress(service: str, settings: Settings) -> str:
     """
     _hush_serve()
     if _get_global_client(raise_if_no_controller_running=False) is None:
-        port = settings.http_port or _free_port(settings.http_host)
+        port = settings.http_port or free_port(settings.http_host)
         serve.start(http_options=HTTPOptions(host=settings.http_host, port=port))
     ingress: Any = Ingress
     serve.run(
@@ -113,9 +113,3 @@ def _url(service: str) -> str:
     client: Any = _get_global_client()
     options = client.http_config
     return f"http://{options.host}:{options.port}{route_prefix(service)}"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

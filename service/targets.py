@@ -106,12 +106,18 @@ class StateDictTarget(WeightTarget):
 
 def _whole_copy(name: str, tensor: torch.Tensor) -> RecordedCopy:
     """All of a tensor, or of a DTensor's local shard, from the same part of the published one."""
-    local, chain = tensor, []
     if is_dtensor(tensor):
-        local = tensor.to_local()
-        for dim, start in enumerate(dtensor_offset(name, tensor)):
-            if local.shape[dim] != tensor.shape[dim]:
-                chain.append(("narrow", (dim, start, local.shape[dim]), ()))
+        return region_copy(name, tensor.shape, dtensor_offset(name, tensor), tensor.to_local())
+    return region_copy(name, tensor.shape, (0,) * tensor.dim(), tensor)
+
+
+def region_copy(name: str, shape: Sequence[int], offset: Sequence[int], local: torch.Tensor) -> RecordedCopy:
+    """All of `local` from the region at `offset` of the published tensor of that `shape`, under the same name."""
+    chain = [
+        ("narrow", (dim, start, size), ())
+        for dim, (start, size) in enumerate(zip(offset, local.shape, strict=True))
+        if size != shape[dim]
+    ]
     return RecordedCopy(
         src_name=name,
         op_chain=tuple(chain),

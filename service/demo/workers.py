@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import socket
 import time
 from typing import Any
 
@@ -19,6 +18,7 @@ from weightsync.protocol.status import SyncReport
 from weightsync.service.demo.engine import EngineModel
 from weightsync.service.demo.models import build_model, init_parameters, model_config
 from weightsync.service.demo.reference import bit_differences, expected_parameters, logits_distance
+from weightsync.service.ports import free_port
 from weightsync.service.publisher import Publisher
 from weightsync.service.sources import DTensorSource
 from weightsync.service.subscriber import Subscriber
@@ -41,12 +41,6 @@ _KEEP_MEMORY = {
 }
 """Huge pages, and freed memory stays with the process: FSDP frees and takes a gigabyte per step, and first-touch
 page faults were most of a step's time here (7 to 9 s a step without, 5 to 6 s with)."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _join_group(rank: int, world: int, port: int) -> None:

@@ -33,6 +33,10 @@ def test_a_sync_takes_two_calls_of_a_rank_and_four_of_a_worker_and_names_travel_
                 "producer.begin_sync": ranks,
                 "producer.free_group": ranks * workers,
             }
+        await fleet.rejoin(0)
+        fleet.messages.clear()
+        await fleet.sync()
+        assert fleet.messages["names"] == ranks * TENSORS, "of a new layout, everybody gets them again"
         await fleet.leave()
 
     asyncio.run(scenario())

@@ -107,6 +107,13 @@ class SimulatedFleet:
             self._following.append(asyncio.ensure_future(self._follow(grant.consumer_id, grant.token)))
         await asyncio.sleep(0)
 
+    async def rejoin(self, rank: int) -> None:
+        """A rank leaves, and comes back as another process would: there is a new layout."""
+        await self._call("unregister_producer", rank, self._tokens[rank])
+        registration = _registration(rank, self._world)
+        grant = await self._call("register_producer", registration, self._producers[rank], MemberHistory())
+        self._tokens[rank], self._generations[rank] = grant.token, 0
+
     async def sync(self, apart_s: float = 0.0) -> float:
         """One version; seconds until every rank has its report and every worker has installed.
 

@@ -27,6 +27,7 @@ from weightsync.service.demo.engine import EngineModel
 from weightsync.service.demo.models import build_model, model_config
 from weightsync.service.demo.reference import bit_differences, expected_parameters, logits_distance
 from weightsync.service.demo.run import LOGITS_TOLERANCE
+from weightsync.service.ports import free_port
 
 WORLD = 2
 VERSIONS = 3
@@ -112,7 +113,7 @@ def _unsharded_logits(full: dict[str, torch.Tensor], tokens: torch.Tensor) -> to
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
     """[rank][version]"""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank_main, args=(workers.free_port(), str(folder)), nprocs=WORLD)
+    mp.spawn(_rank_main, args=(free_port(), str(folder)), nprocs=WORLD)
     return [[Seen(**version) for version in torch.load(folder / f"{rank}.pt")] for rank in range(WORLD)]
 
 

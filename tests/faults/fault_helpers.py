@@ -328,6 +328,27 @@ class Scene:
         assert all(ray.get([self.workers[n].holds.remote(self.version) for n in names]))
         return report
 
+    def check_rank_1_is_replaced(self, moment: str, within_s: float) -> None:
+        """Of four ranks, two and two with the same: rank 1 is killed while workers are held at a moment of a sync."""
+        for worker in self.workers.values():
+            ray.get(worker.hold_at.remote(moment))
+        pid = ray.get(self.trainers[1].pid.remote())
+        publishing = self.publish()
+        assert all(ray.get([w.reached.remote() for w in self.workers.values()]))
+        kill(pid)
+        died = time.monotonic()
+        ray.get([w.go_on.remote() for w in self.workers.values()])
+        for rank in (0, 2, 3):
+            report, _ = ray.get(publishing[rank], timeout=within_s)
+            assert (report.installed, report.evicted, report.lost_ranks) == (["w0", "w1"], [], [1])
+        assert time.monotonic() - died < within_s
+        for worker in self.workers.values():
+            assert ray.get(worker.sync.remote(self.version)) == self.version
+            assert ray.get(worker.holds.remote(self.version))
+        self.replace_trainer(1)
+        for _ in range(3):
+            assert self.check_sync(["w0", "w1"]).lost_ranks == []
+
     def pid(self, name: str) -> int:
         return int(ray.get(self.workers[name].pid.remote()))
 

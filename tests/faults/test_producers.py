@@ -67,24 +67,7 @@ def test_a_trainer_killed_in_a_sync_is_replaced_by_those_that_hold_the_same(
     scene: BuildScene, moment: str, transport: str
 ) -> None:
     s = scene(trainers=4, mode="hsdp", transport=transport, verify="full")
-    for worker in s.workers.values():
-        ray.get(worker.hold_at.remote(moment))
-    pid = ray.get(s.trainers[1].pid.remote())
-    publishing = s.publish()
-    assert all(ray.get([w.reached.remote() for w in s.workers.values()]))
-    kill(pid)
-    died = time.monotonic()
-    ray.get([w.go_on.remote() for w in s.workers.values()])
-    for rank in (0, 2, 3):
-        report, _ = ray.get(publishing[rank], timeout=QUICK_S)
-        assert (report.installed, report.evicted, report.lost_ranks) == (["w0", "w1"], [], [1])
-    assert time.monotonic() - died < QUICK_S
-    for worker in s.workers.values():
-        assert ray.get(worker.sync.remote(s.version)) == s.version
-        assert ray.get(worker.holds.remote(s.version))
-    s.replace_trainer(1)
-    for _ in range(3):
-        assert s.check_sync(["w0", "w1"]).lost_ranks == []
+    s.check_rank_1_is_replaced(moment, QUICK_S)
 
 
 @pytest.mark.parametrize(

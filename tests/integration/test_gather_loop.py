@@ -144,6 +144,8 @@ def test_a_worker_that_asks_late_still_learns_that_its_version_was_given_up(
         assert begin.version == version
         with pytest.raises(ray.exceptions.RayTaskError, match=rf"version {version} .* was aborted: trainer rank 0"):
             ray.get(agent._registry.start_pull.remote(*agent._me, begin.epoch))
+        # nobody gets the epoch told that has heard of it, else its follower would spin
+        assert ray.get(agent._registry.next_work.remote(*agent._me, agent._generation, begin.epoch)) is None
         # told once: a second attempt at the same version is waited for
         source.answer = lambda gathered: gathered
         thread, outcome = publishing(publisher, version)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
+from weightsync.service.ports import free_port
 from weightsync.service.sources import DTensorSource, ModuleSource, StateDictSource
 
 WORLD = 4
@@ -94,10 +94,7 @@ def _refusal(tensor: DTensor) -> str:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, str(folder)), nprocs=WORLD)
+    torch.multiprocessing.spawn(_rank, (free_port(), str(folder)), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

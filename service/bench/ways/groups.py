@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from weightsync.service.bench.members import Member
 from weightsync.service.bench.stage import CALL_TIMEOUT_S, Cast, seconds
 from weightsync.service.bench.ways.base import Needs, Way
 from weightsync.service.bench.ways.slicing import take
+from weightsync.service.ports import free_port
 
 
 class GlooBroadcast(Way):
@@ -35,12 +35,6 @@ class GlooBroadcast(Way):
 
     def close(self, cast: Cast) -> None:
         leave_group(cast, cast.members)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def join_group(cast: Cast, members: Sequence[Any], port: int) -> None:

@@ -22,9 +22,11 @@ from weightsync.service.bench.layout import Layout
 from weightsync.service.bench.members import Member
 from weightsync.service.bench.stage import CALL_TIMEOUT_S, Cast, seconds
 from weightsync.service.bench.ways.base import Needs, Way
-from weightsync.service.bench.ways.groups import free_port, join_group, leave_group
+from weightsync.service.bench.ways.groups import join_group, leave_group
+from weightsync.service.ports import free_port
 from weightsync.service.publisher import Publisher
 from weightsync.service.subscriber import Subscriber
+from weightsync.service.targets import region_copy
 
 
 class Weightsync(Way):
@@ -132,24 +134,11 @@ class _Slices(WeightTarget):
         self._boxes, self._tensors = member.boxes, member.tensors
 
     def record(self, manifest: Mapping[str, tuple[str, tuple[int, ...]]]) -> Sequence[RecordedCopy]:
-        copies = []
-        for name, box in self._boxes.items():
-            tensor, shape, chain = self._tensors[name], manifest[name][1], []
-            for dim, (start, length) in enumerate(((box.row, box.rows), (box.column, box.columns))[: len(shape)]):
-                if length != shape[dim]:
-                    chain.append(("narrow", (dim, start, length), ()))
-            copies.append(
-                RecordedCopy(
-                    src_name=name,
-                    op_chain=tuple(chain),
-                    param_name=name,
-                    dest_offset=0,
-                    dest_shape=tuple(tensor.shape),
-                    dest_stride=tuple(tensor.stride()),
-                    dest_dtype=tensor.dtype,
-                )
-            )
-        return copies
+        shapes = {name: shape for name, (_, shape) in manifest.items()}
+        return [
+            region_copy(name, shapes[name], (box.row, box.column)[: len(shapes[name])], self._tensors[name])
+            for name, box in self._boxes.items()
+        ]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
