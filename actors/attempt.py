@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 from weightsync.actors.spawn import call
 from weightsync.actors.transport import ReadContext
-from weightsync.protocol.messages import PullStats
+from weightsync.protocol.messages import EpochBegin, PullStats
 
 _PROGRESS_PERIOD_S = 0.1
 
@@ -18,23 +19,24 @@ class Attempt:
     Args:
         registry: the service's registry.
         consumer_id, token: who pulls.
-        epoch, version: what it pulls.
+        begin: what it pulls.
         stall_timeout_s: how long a read may stand still.
     """
 
-    def __init__(
-        self, registry: Any, consumer_id: int, token: str, epoch: int, version: int, stall_timeout_s: float
-    ) -> None:
-        self.context = ReadContext(epoch, consumer_id, stall_timeout_s)
-        self.version = version
+    def __init__(self, registry: Any, consumer_id: int, token: str, begin: EpochBegin, stall_timeout_s: float) -> None:
+        self.context = ReadContext(begin.epoch, consumer_id, stall_timeout_s)
+        self.version = begin.version
+        self.one_sided = begin.one_sided
         self.regions_verified = 0
         self.regions_repeated = 0
         self._registry = registry
-        self._signature = (consumer_id, token, epoch)
+        self._signature = (consumer_id, token, begin.epoch)
         self._done = 0
         self._what = ""
-        self._told_at = 0.0
-        self._started_at = time.monotonic()
+        self._started_at = self._told_at = time.monotonic()
+        self._first_news = threading.Timer(_PROGRESS_PERIOD_S, self._tell)  # a quick pull has none
+        self._first_news.daemon = True
+        self._first_news.start()
 
     def moved(self, nbytes: int) -> None:
         """Bytes came in; the registry hears of it a few times a second at most."""
@@ -50,6 +52,10 @@ class Attempt:
         """What the pull did, now that it is over."""
         seconds = time.monotonic() - self._started_at
         return PullStats(self._done, bytes_needed, seconds, phases, self.regions_verified, self.regions_repeated)
+
+    def close(self) -> None:
+        """It is over. Idempotent."""
+        self._first_news.cancel()
 
     def rank_failed(self, rank: int) -> bool:
         """A rank did not answer. True if it is gone and the epoch goes on without it, False if it is a member still.

@@ -358,7 +358,7 @@ class ConsumerAgent:
             return
         with self._cond:
             self._pull, self._error = pull, None
-        call(self._registry.planned.remote(*self._me, layout.generation, pull.bytes_total))
+        call(self._registry.planned.remote(*self._me, layout.generation, pull.bytes_total, pull.needs_producers))
 
     def _prepare(self, layout: LayoutSnapshot) -> LivePull | StagedPull:
         if self._pull is not None:
@@ -420,7 +420,10 @@ class ConsumerAgent:
         if self._install is InstallMode.IN_PLACE and not self._await_caller(begin):
             return
         try:
-            if not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
+            if begin.refusal is not None:
+                raise SyncAborted(begin.refusal)
+            in_place = self._install is InstallMode.IN_PLACE
+            if in_place and not call(self._registry.start_pull.remote(*self._me, begin.epoch)):
                 return
             with self._engine_held(InstallMode.IN_PLACE):
                 self._take_part(begin)
@@ -463,9 +466,11 @@ class ConsumerAgent:
             if self._install is InstallMode.IN_PLACE:
                 self._torn = True
         assert self._pull is not None
-        return self._pull.run(
-            Attempt(self._registry, *self._me, begin.epoch, begin.version, self._options.stall_timeout_s)
-        )
+        attempt = Attempt(self._registry, *self._me, begin, self._options.stall_timeout_s)
+        try:
+            return self._pull.run(attempt)
+        finally:
+            attempt.close()
 
     def _attempt_failed(self, begin: EpochBegin, error: Exception) -> None:
         failure = error if isinstance(error, WeightsyncError) else SyncError(str(error))

@@ -32,6 +32,8 @@ class ConsumerMember:
     error: str | None = None
     waits_for: str = ""
     moved_at: float = field(default_factory=time.monotonic)
+    needs_producers: bool = True
+    """Its pulls ask producers for something (packs, digests, slots), or its transport does."""
     flips: int = 0
     torn: bool = False
     """An attempt to pull into the live parameters failed; no whole version has been installed since."""
@@ -75,6 +77,9 @@ class Epoch:
     version: int
     layout: LayoutSnapshot
     live: dict[int, str]
+    one_sided: bool = False
+    """Consumers read live memory and ask nothing of producers, so these were not told of the epoch: a consumer that has
+    pulled has freed every group, and the registry is the free barrier."""
     begin_seconds: float = 0.0
     state: EpochState = EpochState.OPEN
     pulled: dict[int, PullStats] = field(default_factory=dict)

@@ -107,6 +107,12 @@ class LivePull:
         slots = sum(slot.numel() for ring in self._slots.values() for slot in ring)
         return slots + sum(scratch.nbytes for scratch in self._landings.scratch)
 
+    @property
+    def needs_producers(self) -> bool:
+        """Whether a pull asks more than one-sided reads of what was registered."""
+        packs = any(chunk.strategy is Strategy.PACKED for chunks in self._chunks.values() for chunk in chunks)
+        return packs or self._verify != "off" or not self._transport.reads_trainer_memory
+
     def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
         phases = {"pull": 0.0, "scatter": 0.0, "verify": 0.0, "free": 0.0}
@@ -117,9 +123,10 @@ class LivePull:
         if self._verify != "off":
             with timed(phases, "verify"):
                 self._check_digests(attempt)
-        attempt.waiting("free signals to arrive")
-        with timed(phases, "free"):
-            self._free_all(attempt)
+        if not attempt.one_sided:
+            attempt.waiting("free signals to arrive")
+            with timed(phases, "free"):
+                self._free_all(attempt)
         return replace(
             attempt.stats(self.bytes_needed, phases),
             bytes_gaps=sum(chunk.draft.gap_bytes for chunks in self._chunks.values() for chunk in chunks),

@@ -183,6 +183,7 @@ class Registry:
             layout=None
             if layout.generation == generation
             else RankLayout(layout.generation, layout.rank_groups[rank], layout.names, layout.group_lens),
+            one_sided=epoch.one_sided,
         )
 
     async def end_publish(self, rank: int, token: str, epoch: int, extra_bytes: int) -> SyncReport:
@@ -295,7 +296,8 @@ class Registry:
             epoch = self._epoch
             unheard = epoch is not None and epoch.epoch > after_epoch and consumer_id in epoch.live
             if epoch is not None and unheard and epoch.state is not EpochState.COMMITTED:
-                return EpochBegin(epoch.epoch, epoch.version, generation)
+                refusal = self._aborted_text(epoch) if epoch.state is EpochState.ABORTED else None
+                return EpochBegin(epoch.epoch, epoch.version, generation, epoch.one_sided, refusal)
             return None
 
         def anything() -> bool:
@@ -307,11 +309,21 @@ class Registry:
             return None
         self._check_consumer(consumer_id, token)
         self._refuse_when_closing()
-        return work()
+        found = work()
+        if isinstance(found, EpochBegin) and found.refusal is None and not member.writes_live:
+            self._pull_begins(member)
+        return found
 
-    async def planned(self, consumer_id: int, token: str, generation: int, bytes_total: int) -> None:
-        """A worker can pull this layout generation; from now on it is live in new epochs."""
+    async def planned(
+        self, consumer_id: int, token: str, generation: int, bytes_total: int, needs_producers: bool
+    ) -> None:
+        """A worker can pull this layout generation; from now on it is live in new epochs.
+
+        Args:
+            needs_producers: its pulls ask something of producers beyond what registration told it.
+        """
         member = self._check_consumer(consumer_id, token)
+        member.needs_producers = needs_producers
         member.state, member.generation = ConsumerState.IDLE, generation
         member.bytes_total, member.error = bytes_total, None
         self._parked.notify()
@@ -324,7 +336,9 @@ class Registry:
         self._parked.notify()
 
     async def start_pull(self, consumer_id: int, token: str, epoch: int) -> bool:
-        """True if the epoch is still open for this worker: it may start to write.
+        """True if the epoch is still open for this worker: it may start to write live parameters.
+
+        One that writes beside them need not ask: what it wrote too late is never installed.
 
         Raises:
             SyncAborted: it was given up; the message says why.
@@ -335,10 +349,14 @@ class Registry:
             raise SyncAborted(self._aborted_text(running))
         if running is None or running.epoch != epoch or not running.open or consumer_id not in running.live:
             return False
+        self._pull_begins(member)
+        return True
+
+    @staticmethod
+    def _pull_begins(member: ConsumerMember) -> None:
         member.state, member.bytes_done, member.staged_version = ConsumerState.PULLING, 0, None
         member.waits_for, member.moved_at = "", time.monotonic()
         member.torn = member.torn or member.writes_live  # until a whole version is installed
-        return True
 
     async def outlives(self, consumer_id: int, token: str, epoch: int, rank: int) -> bool:
         """A rank did not answer a worker: whether it is gone. Waits a moment for word of its death.
@@ -502,10 +520,12 @@ class Registry:
         started = time.monotonic()
         live = {c.consumer_id: c.worker for c in self._consumers.members.values() if c.planned}
         self._epoch_number += 1
-        epoch = Epoch(self._epoch_number, gathering.version, self._layout(), live, opened_at=started)
-        actors = [member.actor for member in self._producers.members.values()]
+        one_sided = not any(self._consumers.members[consumer].needs_producers for consumer in live)
+        epoch = Epoch(self._epoch_number, gathering.version, self._layout(), live, one_sided, opened_at=started)
         try:
-            await asyncio.gather(*(actor.begin_sync.remote(epoch.epoch, tuple(live)) for actor in actors))
+            await asyncio.gather(
+                *(actor.begin_sync.remote(epoch.epoch, tuple(live)) for actor in self._partners(epoch))
+            )
         except Exception as error:
             raise SyncAborted(f"a producer could not open epoch {epoch.epoch}: {error}") from error
         if not epoch.ranks <= self._producers.members.keys():
@@ -565,8 +585,8 @@ class Registry:
         if not epoch.live:
             self._abort("; ".join(f"worker {w}: {why}" for w, why in epoch.evicted.items()))
             return
-        for member in self._producers.members.values():
-            member.actor.evict.remote(consumer_id, epoch.epoch)
+        for actor in self._partners(epoch):
+            actor.evict.remote(consumer_id, epoch.epoch)
         self._parked.notify()
         self._settle()
 
@@ -577,15 +597,16 @@ class Registry:
         epoch.close(EpochState.ABORTED, reason)
         self._aborted += 1
         self._last_error = self._aborted_text(epoch)
-        for member in self._producers.members.values():
-            member.actor.fail.remote(self._aborted_text(epoch))
+        for actor in self._partners(epoch):
+            actor.fail.remote(self._aborted_text(epoch))
         self._parked.notify()
 
     def _drop_producer(self, rank: int, why: str) -> None:
         """A rank is gone. A running epoch goes on if nobody needs it any more, or others hold what it held."""
         epoch, lost = self._epoch, self._producers.members[rank].registration.describe_held()
         if epoch is not None and epoch.open and rank in epoch.ranks:
-            dispensable = rank in epoch.ended or self._producers.replaceable(rank)
+            freed = rank in epoch.ended and not epoch.one_sided
+            dispensable = freed or self._producers.replaceable(rank)
             self._producers.remove(rank)
             if dispensable:
                 epoch.lose(rank, why)
@@ -623,8 +644,8 @@ class Registry:
             moved_at = {c: max(self._consumers.members[c].moved_at, epoch.opened_at) for c in outstanding}
             if max(moved_at.values(), default=0.0) > told_at and now - told_at > patience_s / 4:
                 told_at = now
-                for member in self._producers.members.values():
-                    member.actor.touch.remote(epoch.epoch)
+                for actor in self._partners(epoch):
+                    actor.touch.remote(epoch.epoch)
             holding_up = who_holds_others_up(moved_at, len(outstanding) < len(epoch.live), now, patience_s)
             for consumer in [self._consumers.members[c] for c in holding_up]:
                 self._evict(consumer.consumer_id, f"it stalled: {explain_consumer(consumer, now)}")
@@ -632,6 +653,10 @@ class Registry:
                 self._abort(f"nothing moved for {patience_s:g} s: {'; '.join(await self.why())}")
 
     # -- inside: small things -------------------------------------------------------------------------
+
+    def _partners(self, epoch: Epoch) -> list[Any]:
+        """Producer actors that take part in an epoch."""
+        return [] if epoch.one_sided else [member.actor for member in self._producers.members.values()]
 
     def _layout(self) -> LayoutSnapshot:
         layout = self._producers.layout

@@ -61,6 +61,8 @@ class StagedPull:
         self.bytes_total = sum(_payload(chunk) for chunk in self._chunks)
         self.bytes_needed = needed_bytes(copies, layout)
 
+    needs_producers = True
+
     def run(self, attempt: Attempt) -> PullStats:
         """Pull one version. Returns when every byte is in place and every owner has its free signals."""
         context, before = attempt.context, self._transport.counts.copy()

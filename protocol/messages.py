@@ -159,6 +159,8 @@ class EpochGrant:
     live_consumers: tuple[int, ...]
     layout: RankLayout | None
     """None if the rank knows it: names travel once, not with every version."""
+    one_sided: bool
+    """Workers only read memory: the rank and its producer have nothing to do until the epoch ends."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,10 @@ class EpochBegin:
     epoch: int
     version: int
     generation: int
+    one_sided: bool
+    """Producers take no part: that it holds everything, said to the registry, frees every group."""
+    refusal: str | None = None
+    """The epoch was given up before the consumer heard of it, and why."""
 
 
 @dataclass(frozen=True)

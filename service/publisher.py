@@ -108,6 +108,7 @@ class Publisher:
         self._packer: TrainerPacker | None = None
         self._wants = Wants(0, {}, {})
         self._layout = _NO_LAYOUT
+        self._epoch = 0
         self._device = "cpu"
         self._actor: Any = None
         self._token: str | None = None
@@ -141,10 +142,10 @@ class Publisher:
         timeout_s = self._options.stall_timeout_s if timeout is None else timeout
         grant = self._begin(version, timeout_s)
         try:
-            if self._mode is PublishMode.LIVE:
-                self._serve_live(grant)
-            else:
+            if self._mode is PublishMode.STAGED:
                 self._serve_staged()
+            elif not grant.one_sided:  # else workers read by themselves, and tell the registry when they have
+                self._serve_live(grant)
             report: SyncReport = call(
                 self._registry.end_publish.remote(self._rank, self._token, grant.epoch, self._extra_bytes)
             )
@@ -175,7 +176,7 @@ class Publisher:
             grant: EpochGrant = call(
                 self._registry.begin_publish.remote(self._rank, self._token, version, timeout_s, known)
             )
-            self._layout = grant.layout or self._layout
+            self._layout, self._epoch = grant.layout or self._layout, grant.epoch
             return grant
 
         try:
@@ -283,7 +284,7 @@ class Publisher:
                 f"the producer of rank {self._rank} died; close this Publisher and make a new one"
             ) from error
         self._layout = _NO_LAYOUT  # the new registry counts generations anew
-        self._join(MemberHistory(self._version, epoch))
+        self._join(MemberHistory(self._version, max(epoch, self._epoch)))
 
     def _check_vacancy(self) -> None:
         """Refuse a taken rank before an actor is spawned for it."""

@@ -215,8 +215,9 @@ def tables(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         found["Registry with stub members"] = [
             {
                 "ranks x workers": _shape(row),
+                "workers ask": "registry only" if row["one_sided"] else "producers too",
                 "registry messages": row["registry_messages"],
-                "free signals, producer to worker": row["messages"]["producer.free_group"],
+                "messages to producers": sum(n for name, n in row["messages"].items() if name.startswith("producer.")),
                 "latency, all at once, ms": 1e3 * row["seconds_median"],
                 "CPU ms, all at once": 1e3 * row["cpu_seconds"],
                 "CPU ms, spread over 1 s": 1e3 * row["cpu_seconds_apart"],
@@ -280,7 +281,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     if "simulated" in options.only:
         shapes = track(SIMULATED, "the registry alone", console=CONSOLE)
-        result["simulated"] = [simulate(shape, 5) for shape in shapes]
+        result["simulated"] = [simulate(shape, one_sided, 5) for shape in shapes for one_sided in (True, False)]
     if {"fixed", "drift", "slow_peer"} & set(options.only):
         count_registry_calls()
         with start("bench-control", address="local", settings=Settings(http_port=0)) as service:

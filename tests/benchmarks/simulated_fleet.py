@@ -73,9 +73,14 @@ class StubProducer:
 
 
 class SimulatedFleet:
-    """P ranks and C workers around one registry."""
+    """P ranks and C workers around one registry.
 
-    def __init__(self, ranks: int, workers: int) -> None:
+    Args:
+        one_sided: workers only read live memory; otherwise they ask producers too, and free at each of them.
+    """
+
+    def __init__(self, ranks: int, workers: int, one_sided: bool) -> None:
+        self._one_sided = one_sided
         self.messages: Counter[str] = Counter()
         self._world, self._workers = ranks, workers
         self._registry = Registry(
@@ -138,7 +143,9 @@ class SimulatedFleet:
         if grant.layout is not None:
             self.messages["names"] += len(grant.layout.names)
             self._generations[rank] = grant.layout.generation
-        await self._producers[rank].all_freed()
+        assert grant.one_sided == self._one_sided
+        if not grant.one_sided:
+            await self._producers[rank].all_freed()
         report = await self._call("end_publish", rank, token, grant.epoch, 0)
         assert len(report.installed) == self._workers
 
@@ -148,15 +155,14 @@ class SimulatedFleet:
             work = await self._call("next_work", consumer_id, token, generation, epoch)
             if isinstance(work, LayoutSnapshot):
                 generation = work.generation
-                await self._call("planned", consumer_id, token, generation, 1)
+                await self._call("planned", consumer_id, token, generation, 1, not self._one_sided)
             elif isinstance(work, EpochBegin):
                 epoch = work.epoch
                 await self._pull(consumer_id, token, work)
 
     async def _pull(self, consumer_id: int, token: str, begin: EpochBegin) -> None:
-        assert await self._call("start_pull", consumer_id, token, begin.epoch)
         await self._some_time()
-        for producer in self._producers:
+        for producer in () if begin.one_sided else self._producers:
             producer.free(consumer_id)
         refusal = await self._call("pulled", consumer_id, token, begin.epoch, PullStats(1, 1, 0.0, {"pull": 0.0}))
         assert refusal is None
@@ -183,13 +189,13 @@ def _registration(rank: int, world: int) -> ProducerRegistration:
     return ProducerRegistration(rank, world, mode, metas, table, names, f"rank{rank}", b"", "nixl", "node", rank)
 
 
-def simulate(shape: tuple[int, int], syncs: int) -> dict[str, Any]:
+def simulate(shape: tuple[int, int], one_sided: bool, syncs: int) -> dict[str, Any]:
     """A row of the table: seconds, CPU seconds and messages of joining and of a sync."""
-    return asyncio.run(_simulate(shape, syncs))
+    return asyncio.run(_simulate(shape, one_sided, syncs))
 
 
-async def _simulate(shape: tuple[int, int], syncs: int) -> dict[str, Any]:
-    fleet = SimulatedFleet(*shape)
+async def _simulate(shape: tuple[int, int], one_sided: bool, syncs: int) -> dict[str, Any]:
+    fleet = SimulatedFleet(*shape, one_sided)
     cpu = time.process_time()
     await fleet.join()
     await fleet.sync()  # workers plan before the first one opens
@@ -207,6 +213,7 @@ async def _simulate(shape: tuple[int, int], syncs: int) -> dict[str, Any]:
     return {
         "ranks": shape[0],
         "workers": shape[1],
+        "one_sided": one_sided,
         "join_cpu_seconds": joined,
         "seconds_median": median(seconds),
         "cpu_seconds": at_once / syncs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -142,6 +143,7 @@ def test_a_worker_that_asks_late_still_learns_that_its_version_was_given_up(
         # one whose long poll missed the epoch altogether gets it told, and how it ended
         begin = ray.get(agent._registry.next_work.remote(*agent._me, agent._generation, agent._last_epoch - 1))
         assert begin.version == version
+        assert re.match(rf"version {version} .* was aborted: trainer rank 0", begin.refusal)
         with pytest.raises(ray.exceptions.RayTaskError, match=rf"version {version} .* was aborted: trainer rank 0"):
             ray.get(agent._registry.start_pull.remote(*agent._me, begin.epoch))
         # nobody gets the epoch told that has heard of it, else its follower would spin
