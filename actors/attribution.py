@@ -44,10 +44,13 @@ def explain_epoch(
     """
     outstanding = [consumers[cid] for cid in epoch.live if cid not in epoch.pulled and cid in consumers]
     lines = [explain_consumer(member, now) for member in sorted(outstanding, key=lambda member: member.worker)]
-    lines += [
-        _producer_line(rank, producers.get(rank, "it is not registered"), epoch, consumers)
-        for rank in sorted(epoch.ranks - epoch.ended)
-    ]
+    if epoch.one_sided:
+        lines += _rank_lines(epoch, [member.worker for member in outstanding])
+    else:
+        lines += [
+            _producer_line(rank, producers.get(rank, "it is not registered"), epoch, consumers)
+            for rank in sorted(epoch.ranks - epoch.ended)
+        ]
     done = [worker for cid, worker in epoch.live.items() if cid in epoch.pulled]
     if done and lines:
         lines.append(f"workers {', '.join(sorted(done))} hold version {epoch.version} and wait for the others")
@@ -64,6 +67,22 @@ def explain_consumer(member: ConsumerMember, now: float) -> str:
         f"worker {member.worker} is pulling: {member.bytes_done} of {member.bytes_total} bytes are in place, waiting "
         f"for {member.waits_for or 'its first reads'} ({quiet})"
     )
+
+
+def _rank_lines(epoch: Epoch, workers: list[str]) -> list[str]:
+    """Where workers read by themselves, what ranks in `publish` wait for is that these hold everything."""
+    lines = [
+        f"trainer rank {rank} has begun to publish version {epoch.version} and not come to wait for its end"
+        for rank in sorted(epoch.ranks - epoch.ended)
+    ]
+    waiting = ", ".join(str(rank) for rank in sorted(epoch.ranks & epoch.ended))
+    if waiting and workers:
+        readers = ", ".join(f"worker {worker}" for worker in sorted(workers))
+        verb = "has" if len(workers) == 1 else "have"
+        lines.append(
+            f"trainer ranks {waiting} wait until {readers} {verb} read version {epoch.version} out of their memory"
+        )
+    return lines
 
 
 def _producer_line(

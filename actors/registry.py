@@ -447,7 +447,8 @@ class Registry:
         """Who waits for whom now, one line for each member that holds a sync up; empty if none runs."""
         epoch, gathering = self._epoch, self._gathering
         if epoch is not None and epoch.open:
-            ledgers = await ask_ledgers({rank: member.actor for rank, member in self._producers.members.items()})
+            partners = {} if epoch.one_sided else self._producers.members
+            ledgers = await ask_ledgers({rank: member.actor for rank, member in partners.items()})
             return explain_epoch(epoch, self._consumers.members, ledgers, time.monotonic())
         if gathering is None:
             return []

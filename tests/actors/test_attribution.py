@@ -90,3 +90,14 @@ def test_only_who_stands_still_while_others_move_is_evicted(
 ) -> None:
     moved_at = {consumer: 1000.0 - seconds for consumer, seconds in enumerate(still_for_s)}
     assert who_holds_others_up(moved_at, some_are_done, 1000.0, 8.0) == evicted
+
+
+def test_ranks_whose_workers_read_by_themselves_wait_for_these_workers_and_name_them() -> None:
+    workers = [member("w0", 0), member("w1", 1, state=ConsumerState.PULLING)]
+    epoch = Epoch(4, 9, layout(3), {0: "w0", 1: "w1"}, one_sided=True)
+    epoch.ranks, epoch.ended, epoch.pulled = {0, 1, 2}, {0, 2}, {0: PullStats(1, 1, 0.1, {})}
+    text = "\n".join(explain_epoch(epoch, {w.consumer_id: w for w in workers}, {}, now=100.0))
+    assert "trainer ranks 0, 2 wait until worker w1 has read version 9 out of their memory" in text
+    assert "trainer rank 1 has begun to publish version 9 and not come to wait for its end" in text
+    assert "free signals" not in text
+    assert "not registered" not in text

@@ -40,7 +40,7 @@ def test_a_sync_takes_two_calls_of_a_rank_and_three_of_a_worker_and_names_travel
         await fleet.rejoin(0)
         fleet.messages.clear()
         await fleet.sync()
-        assert fleet.messages["names"] == ranks * TENSORS, "of a new layout, everybody gets them again"
+        assert fleet.messages["names"] == RANKS * TENSORS, "of a new layout, everybody gets them again"
         await fleet.leave()
 
     asyncio.run(scenario())

@@ -32,7 +32,7 @@ def scene(scenes: dict[str, fault_helpers.Scene]) -> Callable[..., fault_helpers
     """A scene with these options and exactly `workers` workers, w0 and up, each of them at the newest version."""
 
     def build(workers: int = 2, **options: object) -> fault_helpers.Scene:
-        key = repr(sorted(options.items()))
+        key = repr(sorted({"install": "shadow", "mode": "live", "verify": "off", **options}.items()))
         if key not in scenes:
             scenes[key] = fault_helpers.Scene(**options)  # type: ignore[arg-type]
         scenes[key].set_workers(workers)

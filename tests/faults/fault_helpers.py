@@ -187,15 +187,17 @@ class FaultyWorker:
         return held
 
     def slow_down(self, seconds: float) -> None:
-        """From now on each read takes this long, as over a slow link."""
+        """From now on reads arrive one after the other, this far apart, as over a slow link."""
         pull = self._subscriber._agent._pull
         assert pull is not None
         transport = pull._transport
-        original = transport.post
+        original, link_free_at = transport.post, 0.0
 
-        def slow(*args: Any) -> Any:
-            time.sleep(seconds)
-            return original(*args)
+        def slow(*args: Any) -> Callable[[], bool]:
+            nonlocal link_free_at
+            link_free_at = due = max(link_free_at, time.monotonic()) + seconds
+            arrived = original(*args)
+            return lambda: time.monotonic() > due and arrived()
 
         transport.post = slow  # type: ignore[method-assign]
 

@@ -118,7 +118,12 @@ def test_the_demo_verifies_every_version_and_leaves_nothing(shell: Shell, option
 
 
 @pytest.mark.parametrize(
-    "moment", ["starting", pytest.param("service demo-", marks=pytest.mark.slow), "version 2  loss"]
+    "moment",
+    [
+        pytest.param("starting", marks=pytest.mark.slow),
+        pytest.param("service demo-", marks=pytest.mark.slow),
+        "version 2  loss",
+    ],
 )
 def test_ctrl_c_in_the_demo_says_one_line_and_leaves_nothing(shell: Shell, moment: str) -> None:
     process = shell.start("demo", "--size", "tiny", "--versions", "200")
