@@ -64,8 +64,8 @@ def explain_consumer(member: ConsumerMember, now: float) -> str:
         waits = "its `sync` call, to write in place" if member.writes_live else "its follower to begin"
         return f"worker {member.worker} has not begun to pull: waiting for {waits} ({quiet})"
     return (
-        f"worker {member.worker} is pulling: {member.bytes_done} of {member.bytes_total} bytes are in place, waiting "
-        f"for {member.waits_for or 'its first reads'} ({quiet})"
+        f"worker {member.worker} is pulling: {member.bytes_done} of {member.facts.bytes_total} bytes are in place, "
+        f"waiting for {member.waits_for or 'its first reads'} ({quiet})"
     )
 
 

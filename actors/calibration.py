@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import ray
@@ -27,6 +28,14 @@ _REPEATS = 3
 _TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True)
+class ReadCosts:
+    """What reads cost: bytes per second of a large one, seconds per separated run on top of its bytes."""
+
+    bytes_per_s: float
+    descriptor_s: float
+
+
 def measure_link(
     transport: Transport, peer: Peer, producer: ProducerRegistration, device: torch.device
 ) -> LinkCosts | None:
@@ -44,26 +53,17 @@ def measure_link(
     if nbytes < _SMALLEST_BYTES:
         return None
     size = min(nbytes, _LARGE_BYTES)
-    count = min(_RUNS, size // (2 * _RUN_BYTES))
     scratch = torch.zeros(size, dtype=torch.uint8, device=device)
     transport.register([scratch])
-    starts = np.arange(count, dtype=np.uint64) * np.uint64(2 * _RUN_BYTES)
-    reads: list[PreparedRead] = []
     try:
-        for offsets, lengths in ((np.zeros(1, dtype=np.uint64), [size]), (starts, [_RUN_BYTES] * count)):
-            source, target = offsets + np.uint64(addr), offsets + np.uint64(scratch.data_ptr())
-            reads.append(transport.prepare(peer, source, target, np.array(lengths, dtype=np.int64)))
-        large_s, small_s = (_fastest(lambda read=read: _read(transport, read)) for read in reads)  # type: ignore[misc]
+        reads = measure_reads(transport, peer, addr, scratch)
         control_s = _fastest(lambda: ray.get(peer.actor.snapshot.remote(), timeout=_TIMEOUT_S))
     finally:
-        transport.release(reads)
         transport.deregister([scratch])
-    bytes_per_s = size / large_s
-    descriptor_s = max((small_s - count * _RUN_BYTES / bytes_per_s) / count, 1e-8)
     pack, scatter = producer.move_costs or MoveCosts(), measure_moves(device)
     return LinkCosts(
-        bytes_per_s,
-        descriptor_s,
+        reads.bytes_per_s,
+        reads.descriptor_s,
         control_s,
         pack.bytes_per_s,
         pack.run_s,
@@ -71,6 +71,33 @@ def measure_link(
         scatter.run_s,
         measured=True,
     )
+
+
+def measure_reads(transport: Transport, peer: Peer, addr: int, scratch: torch.Tensor) -> ReadCosts:
+    """Read as many bytes as `scratch` has, once in one run and once in many short ones; the fastest of three each.
+
+    Args:
+        transport: connected to `peer`.
+        addr: of registered memory there, as large as `scratch`.
+        scratch: uint8, registered here; it is overwritten.
+
+    Raises:
+        SyncError: a read is refused or fails.
+        TimeoutError: one takes more than 10 s.
+    """
+    size = scratch.numel()
+    count = min(_RUNS, size // (2 * _RUN_BYTES))
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(2 * _RUN_BYTES)
+    reads: list[PreparedRead] = []
+    try:
+        for offsets, lengths in ((np.zeros(1, dtype=np.uint64), [size]), (starts, [_RUN_BYTES] * count)):
+            source, target = offsets + np.uint64(addr), offsets + np.uint64(scratch.data_ptr())
+            reads.append(transport.prepare(peer, source, target, np.array(lengths, dtype=np.int64)))
+        large_s, small_s = (_fastest(lambda read=read: _read(transport, read)) for read in reads)  # type: ignore[misc]
+    finally:
+        transport.release(reads)
+    bytes_per_s = size / large_s
+    return ReadCosts(bytes_per_s, max((small_s - count * _RUN_BYTES / bytes_per_s) / count, 1e-8))
 
 
 def _fastest(work: Callable[[], object]) -> float:

@@ -52,12 +52,14 @@ from weightsync.protocol.errors import (
     SyncError,
     WeightsyncError,
 )
+from weightsync.protocol.faults import Fault
 from weightsync.protocol.messages import (
     EpochBegin,
     InstallMode,
     LayoutSnapshot,
     LinkName,
     MemberHistory,
+    PlanFacts,
     PublishMode,
     PullStats,
 )
@@ -347,6 +349,7 @@ class ConsumerAgent:
     def _plan(self, layout: LayoutSnapshot) -> None:
         """Record once per manifest, plan and register once per layout, and tell the registry."""
         self._generation = layout.generation
+        started, self._registration_s = time.monotonic(), 0.0
         try:
             pull = self._prepare(layout)
         except Exception as error:
@@ -358,7 +361,14 @@ class ConsumerAgent:
             return
         with self._cond:
             self._pull, self._error = pull, None
-        call(self._registry.planned.remote(*self._me, layout.generation, pull.bytes_total, pull.needs_producers))
+        facts = PlanFacts(
+            bytes_total=pull.bytes_total,
+            needs_producers=pull.needs_producers,
+            bytes_by_rank=pull.bytes_by_rank,
+            plan_s=time.monotonic() - started - self._registration_s,
+            registration_s=self._registration_s,
+        )
+        call(self._registry.planned.remote(*self._me, layout.generation, facts))
 
     def _prepare(self, layout: LayoutSnapshot) -> LivePull | StagedPull:
         if self._pull is not None:
@@ -373,7 +383,9 @@ class ConsumerAgent:
                 f"{self._options.service}:{self._worker}:{secrets.token_hex(4)}",
                 serves=False,
             )
+        started = time.monotonic()
         self._transport.register(self._destinations.buffers.values())
+        self._registration_s = time.monotonic() - started
         actors = call(self._registry.producer_actors.remote(layout.generation))
         peers = [
             Peer(rank, rank, producer.agent_metadata, actor, Device.of(torch.empty(0, device=producer.device)))
@@ -478,8 +490,9 @@ class ConsumerAgent:
             self._writing, self._told = False, False
             self._error, self._failed_version = failure, begin.version
             self._cond.notify_all()
-        everyone = isinstance(failure, DigestMismatchError)  # wrong at its source, for all we know
-        call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure), everyone))
+        wrong = isinstance(failure, DigestMismatchError)  # at its source, for all we know: everyone's failure
+        fault = Fault.VERIFICATION if wrong else Fault.PULL_FAILED
+        call(self._registry.pull_failed.remote(*self._me, begin.epoch, str(failure), fault))
         if isinstance(failure, ReadHungError):
             self._stop(SyncError(f"{failure}; it may still write, so this worker must be restarted"))
 

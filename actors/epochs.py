@@ -7,9 +7,18 @@ version visible only after the commit; until then every consumer of the attempt 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weightsync.protocol.messages import ConsumerState, EpochState, InstallMode, LayoutSnapshot, PullStats
+from weightsync.protocol.messages import (
+    ConsumerState,
+    EpochState,
+    InstallMode,
+    LayoutSnapshot,
+    PlanFacts,
+    PullStats,
+    RankStats,
+)
 from weightsync.protocol.status import ConsumerStatus, EpochStatus, SyncReport, WorkerPull
 
 
@@ -28,17 +37,19 @@ class ConsumerMember:
     version: int | None = None
     staged_version: int | None = None
     bytes_done: int = 0
-    bytes_total: int = 0
     error: str | None = None
     waits_for: str = ""
     moved_at: float = field(default_factory=time.monotonic)
-    needs_producers: bool = True
-    """Its pulls ask producers for something (packs, digests, slots), or its transport does."""
+    facts: PlanFacts = field(default_factory=lambda: PlanFacts(0, needs_producers=True))
+    """Of its plan for the newest layout it knows."""
+    joined_at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
     flips: int = 0
     torn: bool = False
     """An attempt to pull into the live parameters failed; no whole version has been installed since."""
 
-    def status(self) -> ConsumerStatus:
+    def status(self, lag: tuple[int, float] = (0, 0.0)) -> ConsumerStatus:
+        """Args: `lag`, (versions, seconds) it is behind."""
         return ConsumerStatus(
             worker=self.worker,
             consumer_id=self.consumer_id,
@@ -47,8 +58,12 @@ class ConsumerMember:
             version=self.version,
             staged_version=self.staged_version,
             ready=self.version is not None and not self.torn,
+            torn=self.torn,
+            lag_versions=lag[0],
+            lag_seconds=lag[1],
+            waits_for=self.waits_for if self.state is ConsumerState.PULLING else "",
             bytes_done=self.bytes_done,
-            bytes_total=self.bytes_total,
+            bytes_total=self.facts.bytes_total,
             node_id=self.node_id,
             pid=self.pid,
             error=self.error,
@@ -86,8 +101,8 @@ class Epoch:
     evicted: dict[str, str] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)
-    extra_bytes: dict[int, int] = field(default_factory=dict)
-    """Per trainer rank, memory it took for this attempt beside its weights."""
+    rank_stats: dict[int, RankStats] = field(default_factory=dict)
+    """Per trainer rank, what it measured."""
     error: str | None = None
     opened_at: float = field(default_factory=time.monotonic)
     closed_at: float | None = None
@@ -143,12 +158,18 @@ class Epoch:
         consumers = [f"worker {worker}" for cid, worker in self.live.items() if cid not in self.pulled]
         return consumers + [f"trainer rank {rank}" for rank in sorted(self.ranks - self.ended)]
 
-    def status(self) -> EpochStatus:
+    def status(self, consumers: Mapping[int, ConsumerMember]) -> EpochStatus:
+        """Args: `consumers`, the members by id."""
+        live = [consumers[cid] for cid in self.live if cid in consumers]
+        done, total = sum(member.bytes_done for member in live), sum(member.facts.bytes_total for member in live)
+        moved_at = max([self.opened_at, self.moved_at, *(member.moved_at for member in live)])
         return EpochStatus(
             epoch=self.epoch,
             version=self.version,
             state=self.state,
             seconds=self.seconds,
+            quiet_seconds=time.monotonic() - moved_at,
+            progress=done / total if total else 0.0,
             waiting_for=self.waiting_for() if self.open else [],
         )
 
@@ -198,6 +219,6 @@ class Epoch:
             installed=sorted(workers),
             evicted=sorted(self.evicted),
             lost_ranks=sorted(self.lost),
-            producer_extra_bytes=dict(sorted(self.extra_bytes.items())),
+            producer_extra_bytes={rank: stats.extra_bytes for rank, stats in sorted(self.rank_stats.items())},
             workers=workers,
         )

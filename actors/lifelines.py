@@ -17,6 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 from weightsync.protocol.errors import RegistrationError
+from weightsync.protocol.faults import Fault
 
 Address = tuple[str, int]
 
@@ -30,7 +31,7 @@ class LifelineServer:
         host: address to listen on, reachable from every worker.
         lease_s: seconds of silence after which a worker counts as dead.
         admit: whether (consumer id, token) is a member now.
-        lost: told once of each member whose lifeline ended: (consumer id, token, why).
+        lost: told once of each member whose lifeline ended: (consumer id, token, reason, the same in words).
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class LifelineServer:
         host: str,
         lease_s: float,
         admit: Callable[[int, str], bool],
-        lost: Callable[[int, str, str], Awaitable[None]],
+        lost: Callable[[int, str, Fault, str], Awaitable[None]],
     ) -> None:
         self._host = host
         self._lease_s = lease_s
@@ -71,7 +72,7 @@ class LifelineServer:
     async def _expect(self, consumer_id: int, token: str) -> None:
         await asyncio.sleep(self._lease_s)
         if (consumer_id, token) not in self._held and self._admit(consumer_id, token):
-            await self._lost(consumer_id, token, f"it gave no sign of life within {self._lease_s:g} s")
+            await self._lost(consumer_id, token, Fault.LEASE, f"it gave no sign of life within {self._lease_s:g} s")
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -80,10 +81,10 @@ class LifelineServer:
                 return
             self._held.add(member)
             try:
-                why = await self._listen(reader)
+                fault, why = await self._listen(reader)
             finally:
                 self._held.discard(member)
-            await self._lost(*member, why)
+            await self._lost(*member, fault, why)
         finally:
             writer.close()
 
@@ -95,17 +96,17 @@ class LifelineServer:
         except (TimeoutError, ValueError, OSError):
             return None
 
-    async def _listen(self, reader: asyncio.StreamReader) -> str:
+    async def _listen(self, reader: asyncio.StreamReader) -> tuple[Fault, str]:
         """Returns why the connection ended."""
         while True:
             try:
                 beats = await asyncio.wait_for(reader.read(256), self._lease_s)
             except TimeoutError:
-                return f"it gave no sign of life for {self._lease_s:g} s"
+                return Fault.LEASE, f"it gave no sign of life for {self._lease_s:g} s"
             except OSError:
                 beats = b""
             if not beats:
-                return "its process ended"
+                return Fault.DIED, "its process ended"
 
 
 class Lifeline:

@@ -226,6 +226,15 @@ class LivePull:
     def _read_of(self, rank: int, src: Any, dst: Any, nbytes: Any) -> PreparedRead:
         return self._transport.prepare(self._peers[rank], src.astype(np.uint64), dst.astype(np.uint64), nbytes)
 
+    @property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of a pull by the rank that is planned to give them."""
+        counted: Counter[int] = Counter()
+        for chunks in self._chunks.values():
+            for chunk in chunks:
+                counted[chunk.rank] += chunk.nbytes
+        return dict(counted)
+
     def _bytes_by_strategy(self) -> dict[str, int]:
         counted: Counter[str] = Counter()
         for chunks in self._chunks.values():

@@ -7,7 +7,7 @@ plans and long before a byte moves, and a refused rank leaves the others as they
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.actors.epochs import ConsumerMember
@@ -19,24 +19,41 @@ from weightsync.protocol.messages import (
     MemberHistory,
     ProducerRegistration,
     PublishMode,
+    RankStats,
     TensorMeta,
 )
 from weightsync.protocol.shards import check_complete, merge_shard_tables
 from weightsync.protocol.status import ProducerStatus
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProducerMember:
-    """A registered trainer rank: what it said, its token, and its producer actor."""
+    """A registered trainer rank: what it said, its token, its producer actor, and what it did since it joined."""
 
     registration: ProducerRegistration
     token: str
     actor: Any
+    stats: RankStats = field(default_factory=RankStats)
+    """Of its newest sync."""
+    served_bytes: int = 0
+    rejected_signals: int = 0
+
+    def __post_init__(self) -> None:
+        self._held = sum(tensor.held_bytes for tensor in self.registration.table)
 
     def status(self) -> ProducerStatus:
         r = self.registration
-        held = sum(tensor.held_bytes for tensor in r.table)
-        return ProducerStatus(rank=r.rank, mode=r.mode, node_id=r.node_id, pid=r.pid, bytes_held=held)
+        return ProducerStatus(
+            rank=r.rank,
+            mode=r.mode,
+            node_id=r.node_id,
+            pid=r.pid,
+            bytes_held=self._held,
+            extra_bytes=self.stats.extra_bytes,
+            inflight_groups=self.stats.inflight_groups,
+            served_bytes=self.served_bytes,
+            rejected_signals=self.rejected_signals,
+        )
 
 
 class ProducerTable:

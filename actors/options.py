@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weightsync.actors.digests import Verify
+from weightsync.actors.logs import Format, Level
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,6 @@ class RegistryOptions:
     join_grace_s: float = 30.0
     long_poll_s: float = 5.0
     lease_s: float = 10.0
+    log_level: Level = "info"
+    log_format: Format = "text"
+    traces: bool = False

@@ -15,7 +15,7 @@ import torch
 from weightsync.actors.pack_desk import PackDesk
 from weightsync.actors.serve_slots import Layout, ServeSlots
 from weightsync.protocol.errors import StaleEpochError, SyncAborted, SyncError, WrongProducerError
-from weightsync.protocol.ledger import LedgerSnapshot, SyncLedger
+from weightsync.protocol.ledger import LedgerMeasures, LedgerSnapshot, SyncLedger
 from weightsync.protocol.packing import pack_offsets
 from weightsync.protocol.views import replay
 
@@ -249,6 +249,10 @@ class Producer:
     @property
     def rejected_signals(self) -> int:
         return self._ledger.rejected_signals
+
+    def take_measures(self) -> LedgerMeasures:
+        """What was waited for and refused since the last call."""
+        return self._ledger.take_measures()
 
     def snapshot(self) -> LedgerSnapshot:
         """Who has freed what and who waits, for status."""

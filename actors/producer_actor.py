@@ -33,7 +33,7 @@ from weightsync.actors.shared_memory import SegmentName, SharedSegment
 from weightsync.actors.transport import Transport, create_transport
 from weightsync.protocol.dtypes import dtype_from_name
 from weightsync.protocol.errors import RegistrationError, SyncError
-from weightsync.protocol.ledger import LedgerSnapshot
+from weightsync.protocol.ledger import LedgerMeasures, LedgerSnapshot
 
 if TYPE_CHECKING:
     from weightsync.actors.rdt_transport import RunsRequest
@@ -122,11 +122,12 @@ class ProducerActor:
             self._slot_transport().register([segment.memory])
 
     @ray.method(concurrency_group="trainer")
-    def publish_live(self, groups: Sequence[int]) -> list[int]:
+    def publish_live(self, groups: Sequence[int]) -> LedgerMeasures:
         """The rank's own memory is final: publish all its groups and wait until all are freed."""
         for group in groups:
             self._producer.publish_group(group, {})
-        return self._producer.end_sync()
+        self._producer.end_sync()
+        return self._producer.take_measures()
 
     @ray.method(concurrency_group="control")
     def publish_packed(self, group: int, segment: str, tensors: Sequence[PackedTensor]) -> None:
@@ -163,8 +164,9 @@ class ProducerActor:
         return self._producer.wait_freed()
 
     @ray.method(concurrency_group="trainer")
-    def end_sync(self) -> list[int]:
-        return self._producer.end_sync()
+    def end_sync(self) -> tuple[list[int], LedgerMeasures]:
+        """Wait until all groups are freed: (those no call returned yet, what was measured on the way)."""
+        return self._producer.end_sync(), self._producer.take_measures()
 
     # -- the registry ---------------------------------------------------------------------------------
 

@@ -129,7 +129,9 @@ class ServeSlots:
 
         with ledger.locked():
             missing = sorted(self._sharers(ledger, ring) - meeting.arrived)
-            ledger.wait_until(my_turn, f"consumers {missing} to ask for slot {seq} of ring {ring}", consumer_id)
+            ledger.wait_until(
+                my_turn, f"consumers {missing} to ask for slot {seq} of ring {ring}", consumer_id, measured_as="slot"
+            )
             mine = not meeting.over
             meeting.packing = meeting.packing or mine
             self.packs_running += mine

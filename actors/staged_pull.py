@@ -8,7 +8,7 @@ at the start if the worker pulls nothing from it, else after its last chunk (I6)
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,6 +91,14 @@ class StagedPull:
             carriers=self._transport.carriers(self._peers[owner] for owner in self._recv),
             extra_bytes=sum(slot.numel() for ring in self._recv.values() for slot in ring),
         )
+
+    @property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of a pull by the rank that is planned to give them."""
+        counted: Counter[int] = Counter()
+        for chunk in self._chunks:
+            counted[chunk.owner] += _payload(chunk)
+        return dict(counted)
 
     def close(self) -> None:
         """Give the receive slots back."""

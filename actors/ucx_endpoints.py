@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +36,17 @@ _BY_MESSAGE = (
 
 Endpoint = tuple[str, int]
 """Path of the UCX library that made it (a process may have several loaded), and its address."""
+
+
+@dataclass(frozen=True)
+class Ucx:
+    """One UCX library of this process: its version, and the memory domains that each of its components opened.
+
+    A component without any found no device, or may not use it: `ib` without RDMA, `cma` where ptrace is forbidden.
+    """
+
+    version: str
+    domains: dict[str, tuple[str, ...]]
 
 
 class _Transport(ctypes.Structure):
@@ -104,6 +116,20 @@ def transports(agent_name: str, wanted: Iterable[Endpoint]) -> list[str]:
         if _libraries()[path][1].ucp_ep_query(ctypes.c_void_p(address), ctypes.byref(asked)) == 0:
             names += [entry.name.decode() for entry in entries[: asked.num_transports] if entry.name]
     return names
+
+
+def loaded_ucx() -> list[Ucx]:
+    """Each UCX of this process that can be asked; domains are there once something, such as an agent, opened them."""
+    found = []
+    for ucs, ucp in _libraries().values():
+        _entries(ucs, "/uct")
+        domains = {}
+        for component in sorted(_entries(ucs, "/uct/component")):
+            _entries(ucs, f"/uct/component/{component}")
+            domains[component] = tuple(sorted(_entries(ucs, f"/uct/component/{component}/memory_domain")))
+        ucp.ucp_get_version_string.restype = ctypes.c_char_p
+        found.append(Ucx(ucp.ucp_get_version_string().decode(), domains))
+    return found
 
 
 def _entries(ucs: ctypes.CDLL, path: str) -> list[str]:

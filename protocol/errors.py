@@ -52,6 +52,10 @@ class MembershipLostError(RegistrationError):
     """The registry does not know this member (any more): its lease expired, or the registry restarted. Join again."""
 
 
+class UnknownMemberError(WeightsyncError, LookupError):
+    """An operator names a worker or a rank that is no member."""
+
+
 class VersionError(WeightsyncError, ValueError):
     """A version does not increase, or ranks disagree about it."""
 
@@ -77,6 +81,10 @@ class StaleEpochError(SyncError, ValueError):
 
 class WrongProducerError(SyncError):
     """A pull asks a producer for a name it never serves."""
+
+
+class NothingRunningError(SyncError):
+    """An operator names a sync, or a worker of one, that is not running."""
 
 
 class SyncAborted(SyncError):

@@ -53,6 +53,17 @@ class LedgerSnapshot:
     seconds_since_progress: float
 
 
+@dataclass(frozen=True)
+class LedgerMeasures:
+    """What a ledger measured since it was asked last."""
+
+    waits: dict[str, float]
+    """Kind -> seconds waited, all waiters together: `credit`, `free_barrier`, `slot`."""
+    inflight_groups: int
+    """Most groups published and not released at once."""
+    rejected_signals: int
+
+
 class SyncLedger:
     """Publish/free state of one producer.
 
@@ -86,6 +97,9 @@ class SyncLedger:
         self._progress_at = clock()
         self._waits: dict[int, Wait] = {}
         self.rejected_signals = 0
+        self._waited: dict[str, float] = {}
+        self._most_inflight = 0
+        self._rejected_told = 0
 
     # -- one epoch ------------------------------------------------------------------------------------
 
@@ -132,6 +146,7 @@ class SyncLedger:
             if group in self._published:
                 raise SyncError(f"epoch {self._epoch}: group {group} was published already")
             self._published.add(group)
+            self._most_inflight = max(self._most_inflight, len(self._published) - len(self._released))
             self._release_if_done(group)
             self._moved()
 
@@ -176,13 +191,19 @@ class SyncLedger:
     def wait_freed(self) -> list[int]:
         """Block until a group was released that no call returned yet; return those groups in order."""
         with self._cond:
-            self.wait_until(lambda: bool(self._notices), "a group to be freed by every live consumer")
+            self.wait_until(
+                lambda: bool(self._notices), "a group to be freed by every live consumer", measured_as="credit"
+            )
             return self._drain_notices()
 
     def end(self) -> list[int]:
         """Block until every published group is released; return the notices not yet handed out."""
         with self._cond:
-            self.wait_until(lambda: self._published <= self._released, "every published group to be freed")
+            self.wait_until(
+                lambda: self._published <= self._released,
+                "every published group to be freed",
+                measured_as="free_barrier",
+            )
             self._state = SyncState.CLOSED
             self._moved()
             return self._drain_notices()
@@ -195,13 +216,20 @@ class SyncLedger:
         with self._cond:
             yield
 
-    def wait_until(self, done: Callable[[], bool], what: str, consumer_id: int | None = None) -> None:
+    def wait_until(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        consumer_id: int | None = None,
+        measured_as: str | None = None,
+    ) -> None:
         """Block until `done()`; the only place in a producer that blocks.
 
         Args:
             done: evaluated under the lock, after every change.
             what: what is waited for, in words; it stands in the stall error and in status.
             consumer_id: the consumer on whose behalf the caller waits; its eviction ends the wait.
+            measured_as: the kind of wait that `take_measures` counts it under.
 
         Raises:
             StaleEpochError: another epoch began meanwhile, or `consumer_id` was evicted.
@@ -222,7 +250,9 @@ class SyncLedger:
                         continue
                     self._cond.wait(min(remaining, 1.0))
             finally:
-                self._waits.pop(me, None)
+                since = self._waits.pop(me).since
+                if measured_as is not None:
+                    self._waited[measured_as] = self._waited.get(measured_as, 0.0) + self._clock() - since
 
     def touch(self) -> None:
         """Note progress that the ledger does not see itself, such as a slot packed."""
@@ -242,6 +272,14 @@ class SyncLedger:
                 raise StaleEpochError(f"consumer {consumer_id} is not live in epoch {self._epoch}")
 
     # -- reading --------------------------------------------------------------------------------------
+
+    def take_measures(self) -> LedgerMeasures:
+        """What was measured since the last call."""
+        with self._cond:
+            rejected = self.rejected_signals - self._rejected_told
+            measures = LedgerMeasures(self._waited, self._most_inflight, rejected)
+            self._waited, self._most_inflight, self._rejected_told = {}, 0, self.rejected_signals
+            return measures
 
     @property
     def epoch(self) -> int:

@@ -90,6 +90,8 @@ class ProducerRegistration:
     """Where the shards lie, as torch names it; a rank's shards are all on one device."""
     move_costs: MoveCosts | None = None
     """What packing costs there, if it can be asked to pack."""
+    registration_s: float = 0.0
+    """Seconds it took to make its memory readable."""
 
     def describe_held(self) -> str:
         """What is lost with this rank, for messages: the first region it holds, and how many more."""
@@ -183,6 +185,38 @@ class ConsumerGrant:
     consumer_id: int
     token: str
     lifeline: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What the registry gets to know of a worker's plan for one layout."""
+
+    bytes_total: int
+    """Bytes a pull brings."""
+    needs_producers: bool
+    """Its pulls ask something of producers beyond what registration told it."""
+    bytes_by_rank: dict[int, int] = field(default_factory=dict)
+    """Where they come from."""
+    plan_s: float = 0.0
+    """Seconds to record, plan and prepare, without those of `registration_s`."""
+    registration_s: float = 0.0
+    """Seconds to make its memory known to the transport."""
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """What one trainer rank measured in one epoch."""
+
+    extra_bytes: int = 0
+    """Memory it took beside its weights."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """Seconds it waited: `credit` for a free export slot, `free_barrier` for the last free signal."""
+    gather_s: float = 0.0
+    """Seconds its source took to gather, in staged mode."""
+    inflight_groups: int = 0
+    """Most groups that were published and not freed at once."""
+    rejected_signals: int = 0
+    """Free signals its producer did not credit."""
 
 
 @dataclass(frozen=True)

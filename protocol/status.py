@@ -5,8 +5,11 @@ Pydantic models, because they leave the program as JSON. Times are seconds, size
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from weightsync.protocol.faults import Fault
 from weightsync.protocol.messages import ConsumerState, EpochState, PublishMode
 
 
@@ -69,12 +72,59 @@ class SyncReport(_Report):
     workers: dict[str, WorkerPull]
 
 
+class VersionRecord(_Report):
+    """One finished attempt to sync a version."""
+
+    version: int
+    epoch: int
+    state: EpochState
+    ended_at: float = Field(description="seconds since 1970")
+    seconds: float = Field(description="from the last rank's publish call to the end")
+    evicted: dict[str, str] = Field(description="worker -> why it was taken out")
+    fault: Fault | None = Field(description="why it was given up; null if it was committed")
+    error: str | None = Field(description="the same in words")
+    report: SyncReport | None = Field(
+        description="of a committed attempt; `workers` is empty where it is too long ago for details"
+    )
+
+
+class EventKind(StrEnum):
+    """What news are about."""
+
+    OPENED = "opened"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    EVICTED = "evicted"
+    JOINED = "joined"
+    LEFT = "left"
+    REFUSED = "refused"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+
+
+class Event(_Report):
+    """Something that happened to a service."""
+
+    number: int = Field(description="counts up by one, from 1 when the registry started")
+    time: float = Field(description="seconds since 1970")
+    kind: EventKind
+    text: str
+    version: int | None = None
+    epoch: int | None = None
+    member: str | None = Field(None, description="such as `worker w1` or `trainer rank 0`")
+    fault: Fault | None = None
+
+
 class ProducerStatus(_Report):
     rank: int
     mode: PublishMode
     node_id: str
     pid: int
     bytes_held: int
+    extra_bytes: int = Field(0, description="memory for slots, export ring or mirror, in its newest sync")
+    inflight_groups: int = Field(0, description="most groups published and not freed at once, in its newest sync")
+    served_bytes: int = Field(0, description="pulled out of it since it joined")
+    rejected_signals: int = Field(0, description="free signals it did not credit since it joined")
 
 
 class ConsumerStatus(_Report):
@@ -85,6 +135,10 @@ class ConsumerStatus(_Report):
     version: int | None = Field(description="version that requests see; None before the first install")
     staged_version: int | None = Field(description="complete version beside the live one, if any")
     ready: bool
+    torn: bool = Field(description="an attempt left its live weights half-written")
+    lag_versions: int = Field(0, description="committed versions it is behind; at most 100")
+    lag_seconds: float = Field(0.0, description="since the oldest of them was committed")
+    waits_for: str = Field("", description="what its pull waits for, in words")
     bytes_done: int
     bytes_total: int
     node_id: str
@@ -114,7 +168,18 @@ class EpochStatus(_Report):
     version: int
     state: EpochState
     seconds: float
+    quiet_seconds: float = Field(0.0, description="since anything of it moved")
+    progress: float = Field(0.0, description="part of its bytes that is in place, 0 to 1")
     waiting_for: list[str] = Field(description="members that have not finished, in words")
+
+
+class News(_Report):
+    """What changed since somebody asked last, and how far a running sync is."""
+
+    number: int = Field(description="of the newest event; ask for those after it next time")
+    events: list[Event]
+    epoch: EpochStatus | None
+    consumers: list[ConsumerStatus] = Field(description="those that take part in the running sync")
 
 
 class ServiceStatus(_Report):
@@ -129,6 +194,8 @@ class ServiceStatus(_Report):
     generation: int = Field(description="counts changes of the trainer layout")
     world_size: int | None
     newest_version: int | None
+    committed_at: float | None = Field(None, description="when the newest version was, in seconds since 1970")
+    paused: str | None = Field(None, description="why an operator holds publishing; null: it goes on")
     epoch: EpochStatus | None
     producers: list[ProducerStatus]
     consumers: list[ConsumerStatus]
@@ -136,4 +203,5 @@ class ServiceStatus(_Report):
     syncs_aborted: int
     last_report: SyncReport | None
     last_error: str | None
+    events: int = Field(0, description="number of the newest event")
     links: list[LinkStatus] = Field(default_factory=list, description="measured costs, by pair of nodes")

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -41,12 +42,14 @@ from weightsync.protocol.errors import (
     SyncAborted,
     SyncError,
 )
+from weightsync.protocol.ledger import LedgerMeasures
 from weightsync.protocol.messages import (
     EpochGrant,
     MemberHistory,
     ProducerRegistration,
     PublishMode,
     RankLayout,
+    RankStats,
     TensorMeta,
 )
 from weightsync.protocol.shards import PublishedShard, PublishedTensor
@@ -142,13 +145,13 @@ class Publisher:
         timeout_s = self._options.stall_timeout_s if timeout is None else timeout
         grant = self._begin(version, timeout_s)
         try:
+            stats = RankStats()
             if self._mode is PublishMode.STAGED:
-                self._serve_staged()
+                stats = self._serve_staged()
             elif not grant.one_sided:  # else workers read by themselves, and tell the registry when they have
-                self._serve_live(grant)
-            report: SyncReport = call(
-                self._registry.end_publish.remote(self._rank, self._token, grant.epoch, self._extra_bytes)
-            )
+                stats = _rank_stats(self._serve_live(grant))
+            stats = replace(stats, extra_bytes=self._extra_bytes)
+            report: SyncReport = call(self._registry.end_publish.remote(self._rank, self._token, grant.epoch, stats))
         except ray.exceptions.RayActorError as error:
             self._abandon(grant, error)
             raise SyncAborted(
@@ -247,7 +250,9 @@ class Publisher:
             ),
             self._options.max_consumers,
         )
+        started = time.monotonic()
         table = self._expose_shards(agent_name) if self._mode is PublishMode.LIVE else ()
+        registration_s = time.monotonic() - started
         registration = ProducerRegistration(
             rank=self._rank,
             world_size=self._world_size,
@@ -261,6 +266,7 @@ class Publisher:
             node_id=this_node(),
             pid=os.getpid(),
             device=self._device,
+            registration_s=registration_s,
             move_costs=measure_moves(torch.device(self._device)) if self._packer is not None else None,
         )
         self._registration = registration
@@ -359,7 +365,7 @@ class Publisher:
                     "trainer reallocated it, so close this Publisher and make a new one"
                 )
 
-    def _serve_live(self, grant: EpochGrant) -> None:
+    def _serve_live(self, grant: EpochGrant) -> LedgerMeasures:
         """Consumers read by themselves; what they need of this process meanwhile is digests and packed chunks."""
         all_freed = self._actor.publish_live.remote(self._layout.groups)
         news = call(self._actor.wants.remote(self._wants.revision))
@@ -371,7 +377,8 @@ class Publisher:
             call(self._actor.post_digests.remote(grant.epoch, digests))
         if self._packer is not None:
             self._pack_chunks(self._packer, grant)
-        self._await_actor(all_freed)
+        measures: LedgerMeasures = self._await_actor(all_freed)
+        return measures
 
     def _pack_chunks(self, packer: TrainerPacker, grant: EpochGrant) -> None:
         """Pack what consumers ask for, until they have freed everything."""
@@ -386,19 +393,23 @@ class Publisher:
         while requests := self._await_actor(self._actor.exchange_packs.remote(grant.epoch, packed)):
             packed = packer.pack(requests)
 
-    def _serve_staged(self) -> None:
+    def _serve_staged(self) -> RankStats:
         """The gather loop: credit for a slot first, then gather into it, then publish."""
-        ring = self._export_ring()
+        ring, gather_s = self._export_ring(), 0.0
         for group, members in iter_groups(self._layout.names, self._layout.group_lens):
             while not ring.has_free_slot:
                 ring.release(self._await_actor(self._actor.wait_freed.remote()))
+            started = time.monotonic()
             tensors = self._source.gather(members)
+            gather_s += time.monotonic() - started
             self._check_gathered(group, members, tensors)
             if not tensors:
                 continue
             segment, packed = ring.fill(group, tensors)
             call(self._actor.publish_packed.remote(group, segment, packed))
-        ring.release(self._await_actor(self._actor.end_sync.remote()))
+        freed, measures = self._await_actor(self._actor.end_sync.remote())
+        ring.release(freed)
+        return _rank_stats(measures, gather_s)
 
     def _export_ring(self) -> ExportRing:
         """Made at the first version, when the groups are known: L + 1 slots, each as large as the largest."""
@@ -445,6 +456,10 @@ class Publisher:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise SyncError(f"the publisher of rank {self._rank} is closed")
+
+
+def _rank_stats(measures: LedgerMeasures, gather_s: float = 0.0) -> RankStats:
+    return RankStats(0, measures.waits, gather_s, measures.inflight_groups, measures.rejected_signals)
 
 
 def _mode(mode: str | PublishMode) -> PublishMode:

@@ -7,7 +7,7 @@ import pytest
 from weightsync.actors.attribution import explain_epoch, who_holds_others_up
 from weightsync.actors.epochs import ConsumerMember, Epoch
 from weightsync.protocol.ledger import LedgerSnapshot, SyncState, Wait
-from weightsync.protocol.messages import ConsumerState, LayoutSnapshot, PublishMode, PullStats
+from weightsync.protocol.messages import ConsumerState, LayoutSnapshot, PlanFacts, PublishMode, PullStats
 
 
 def member(worker: str, cid: int, install: str = "shadow", **more: object) -> ConsumerMember:
@@ -36,7 +36,8 @@ def explain(
 
 
 def test_a_pull_says_how_far_it_is_and_since_when() -> None:
-    slow = member("w0", 0, state=ConsumerState.PULLING, bytes_done=10, bytes_total=40, waits_for="reads of group 3")
+    pulling = {"state": ConsumerState.PULLING, "waits_for": "reads of group 3"}
+    slow = member("w0", 0, bytes_done=10, facts=PlanFacts(40, needs_producers=False), **pulling)
     text = explain([slow], {})
     assert (
         "worker w0 is pulling: 10 of 40 bytes are in place, waiting for reads of group 3 (last moved 10.0 s ago)"

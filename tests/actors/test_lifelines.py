@@ -16,6 +16,7 @@ import pytest
 
 from weightsync.actors.lifelines import Lifeline, LifelineServer
 from weightsync.protocol.errors import RegistrationError
+from weightsync.protocol.faults import Fault
 
 MEMBERS = {(0, "secret"), (1, "other")}
 
@@ -30,10 +31,10 @@ time.sleep(600)
 
 @contextlib.asynccontextmanager
 async def served(lease_s: float) -> AsyncIterator[tuple[LifelineServer, int, list[tuple[int, str, str]]]]:
-    lost: list[tuple[int, str, str]] = []
+    lost: list[tuple[int, str, Fault, str]] = []
 
-    async def tell(consumer_id: int, token: str, why: str) -> None:
-        lost.append((consumer_id, token, why))
+    async def tell(consumer_id: int, token: str, fault: Fault, why: str) -> None:
+        lost.append((consumer_id, token, fault, why))
 
     server = LifelineServer("127.0.0.1", lease_s, lambda cid, token: (cid, token) in MEMBERS, tell)
     _, port = await server.address()
@@ -43,7 +44,7 @@ async def served(lease_s: float) -> AsyncIterator[tuple[LifelineServer, int, lis
         server.close()
 
 
-async def until(lost: list[tuple[int, str, str]], seconds: float) -> float:
+async def until(lost: list[tuple[int, str, Fault, str]], seconds: float) -> float:
     """Seconds until somebody is lost."""
     started = time.monotonic()
     while not lost and time.monotonic() - started < seconds:
@@ -65,7 +66,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
             await asyncio.sleep(0.1)
             child.kill()
             assert await until(lost, 10) < 5, "long before the lease of 30 s"
-            assert lost == [(0, "secret", "its process ended")]
+            assert lost == [(0, "secret", Fault.DIED, "its process ended")]
             child.wait()
 
     asyncio.run(scene())
@@ -79,7 +80,7 @@ def test_a_stopped_process_is_noticed_by_its_lease() -> None:
             assert lost == [], "while it lives its lease is renewed"
             os.kill(child.pid, signal.SIGSTOP)
             await until(lost, 20)
-            assert lost == [(0, "secret", "it gave no sign of life for 1 s")]
+            assert lost == [(0, "secret", Fault.LEASE, "it gave no sign of life for 1 s")]
             child.kill()
             child.wait()
 
@@ -108,7 +109,7 @@ def test_a_member_that_never_connects_is_lost_after_a_lease() -> None:
             server.expect(1, "other")
             server.expect(5, "left already")
             await asyncio.sleep(1.0)
-            assert lost == [(1, "other", "it gave no sign of life within 0.3 s")]
+            assert lost == [(1, "other", Fault.LEASE, "it gave no sign of life within 0.3 s")]
 
     asyncio.run(scene())
 

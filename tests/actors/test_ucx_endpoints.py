@@ -106,3 +106,31 @@ def test_one_sided_transports_carry_reads_and_messages_only_without_them(
 
 def test_an_agent_that_is_not_there_has_no_endpoints() -> None:
     assert endpoints("nobody-has-this-name") == set()
+
+
+LIST_DOMAINS = """
+from weightsync.actors.nixl_transport import NixlTransport
+from weightsync.actors.ucx_endpoints import loaded_ucx
+
+transport = NixlTransport("asks", serves=False)
+(ucx,) = loaded_ucx()
+print("version:", ucx.version)
+print("opened:", *(name for name, domains in ucx.domains.items() if domains))
+print("closed:", *(name for name, domains in ucx.domains.items() if not domains))
+"""
+
+
+def test_components_that_ucx_may_not_use_have_opened_nothing() -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_DOMAINS],
+        env={**clean, "UCX_TLS": "tcp,self"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    assert said["version"].count(".") == 2
+    assert {"tcp", "self"} <= set(said["opened"].split())
+    assert "cma" in said["closed"].split()

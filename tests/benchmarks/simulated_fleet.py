@@ -21,9 +21,11 @@ from weightsync.protocol.messages import (
     EpochBegin,
     LayoutSnapshot,
     MemberHistory,
+    PlanFacts,
     ProducerRegistration,
     PublishMode,
     PullStats,
+    RankStats,
     TensorMeta,
 )
 from weightsync.protocol.shards import PublishedShard, PublishedTensor
@@ -146,7 +148,7 @@ class SimulatedFleet:
         assert grant.one_sided == self._one_sided
         if not grant.one_sided:
             await self._producers[rank].all_freed()
-        report = await self._call("end_publish", rank, token, grant.epoch, 0)
+        report = await self._call("end_publish", rank, token, grant.epoch, RankStats())
         assert len(report.installed) == self._workers
 
     async def _follow(self, consumer_id: int, token: str) -> None:
@@ -155,7 +157,7 @@ class SimulatedFleet:
             work = await self._call("next_work", consumer_id, token, generation, epoch)
             if isinstance(work, LayoutSnapshot):
                 generation = work.generation
-                await self._call("planned", consumer_id, token, generation, 1, not self._one_sided)
+                await self._call("planned", consumer_id, token, generation, PlanFacts(1, not self._one_sided))
             elif isinstance(work, EpochBegin):
                 epoch = work.epoch
                 await self._pull(consumer_id, token, work)

@@ -21,7 +21,7 @@ from weightsync.actors.staged_pull import StagedPull
 from weightsync.actors.transport import ReadHungError
 from weightsync.protocol.errors import SyncError
 from weightsync.protocol.status import SyncReport
-from weightsync.service import Publisher, Settings, StateDictTarget, Subscriber, start
+from weightsync.service import Publisher, ServiceHandle, Settings, StateDictTarget, Subscriber, start
 
 
 class _GatheringRows(RowSource):
@@ -276,9 +276,21 @@ class FaultyWorker:
 class Scene:
     """A service, its trainers and its workers."""
 
-    def __init__(self, *, trainers: int = 2, install: str = "shadow", mode: str = "live", **settings: object) -> None:
+    def __init__(
+        self,
+        *,
+        trainers: int = 2,
+        install: str = "shadow",
+        mode: str = "live",
+        service: ServiceHandle | None = None,
+        **settings: object,
+    ) -> None:
+        """In a service of its own with these settings, or in one that runs."""
         defaults = {"http_port": 0, "long_poll_s": 1.0, "lease_s": 20.0, "stall_timeout_s": 60.0}
-        self.service = start(f"f{secrets.token_hex(3)}", settings=Settings(**{**defaults, **settings}))  # type: ignore[arg-type]
+        self.service = service or start(
+            f"f{secrets.token_hex(3)}",
+            settings=Settings(**{**defaults, **settings}),  # type: ignore[arg-type]
+        )
         self.install = install
         self.mode = mode
         self.version = 0
