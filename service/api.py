@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from weightsync.actors.options import RegistryOptions
 from weightsync.actors.spawn import NAMESPACE, call, find_registry, registry_name, spawn_registry
 from weightsync.actors.transport import choose_transport
 from weightsync.protocol.errors import RegistrationError
-from weightsync.protocol.status import ServiceStatus
+from weightsync.protocol.status import News, ServiceStatus, VersionRecord
 from weightsync.service.local_ray import find_cluster
 from weightsync.service.settings import Settings
 
@@ -49,14 +48,53 @@ class ServiceHandle:
         Raises:
             ServiceNotFoundError: the registry is gone.
         """
-        try:
-            return call(self.registry.status.remote(), timeout_s)
-        except ray.exceptions.RayActorError as error:
-            raise ServiceNotFoundError(f"service {self.name!r} is not running any more") from error
+        return cast(ServiceStatus, self._ask("status", timeout_s=timeout_s))
 
     def why(self, timeout_s: float = 30.0) -> list[str]:
         """Who waits for whom: a line for each member that holds a running sync up; empty if none runs."""
-        return call(self.registry.why.remote(), timeout_s)
+        return list(self._ask("why", timeout_s=timeout_s))
+
+    def versions(self) -> list[VersionRecord]:
+        """The last attempts to sync a version, newest first."""
+        return list(self._ask("versions"))
+
+    def version(self, version: int) -> list[VersionRecord]:
+        """The attempts to sync one version, newest first, with what each worker measured where it is remembered."""
+        return list(self._ask("version", version))
+
+    def news(self, after: int | None, wait_s: float) -> News:
+        """Events numbered above `after` (None: from now on) and how far a running sync is; waits `wait_s` at most."""
+        return cast(News, self._ask("news", after, wait_s, timeout_s=wait_s + 30.0))
+
+    def abort(self, version: int, reason: str) -> None:
+        """Give a running sync up; every rank's `publish` raises SyncAborted with the reason.
+
+        Raises:
+            NothingRunningError: no sync of this version is under way.
+        """
+        self._ask("abort", version, reason)
+
+    def evict(self, worker: str, reason: str) -> None:
+        """Take a worker out of the running sync; it takes part in the next one again.
+
+        Raises:
+            UnknownMemberError, NothingRunningError: it is no member, or has no part in a running sync.
+        """
+        self._ask("evict", worker, reason)
+
+    def pause(self, reason: str) -> None:
+        """Open no more versions until `resume`; ranks wait in `publish` for as long as its timeout."""
+        self._ask("pause", reason)
+
+    def resume(self) -> None:
+        """Open versions again. Idempotent."""
+        self._ask("resume")
+
+    def _ask(self, method: str, *arguments: Any, timeout_s: float = 30.0) -> Any:
+        try:
+            return call(getattr(self.registry, method).remote(*arguments), timeout_s)
+        except ray.exceptions.RayActorError as error:
+            raise ServiceNotFoundError(f"service {self.name!r} is not running any more") from error
 
     def shutdown(self) -> None:
         """Stop the service: running syncs abort, HTTP, producers and registry end. Idempotent.
@@ -75,6 +113,10 @@ class ServiceHandle:
             remove_ingress(self.name)
         with contextlib.suppress(Exception):
             ray.kill(self.registry)
+        made_meanwhile = find_registry(self.name)  # by an ingress that had lost its own
+        if made_meanwhile is not None:
+            with contextlib.suppress(Exception):
+                ray.kill(made_meanwhile)
 
     def __enter__(self) -> ServiceHandle:
         return self
@@ -100,7 +142,7 @@ def start(name: str = "default", address: str | None = None, settings: Settings 
     check_name(name)
     settings = settings or Settings()
     transport, reason = choose_transport(settings.transport)
-    owns_ray = _ensure_ray(address)
+    owns_ray = ensure_ray(address)
     try:
         existing = find_registry(name)
         if existing is not None:
@@ -145,40 +187,27 @@ def list_services() -> list[str]:
 
 
 def _deploy(name: str, settings: Settings, transport: str, reason: str, owns_ray: bool) -> ServiceHandle:
-    from weightsync.service.serving import deploy_ingress  # imports Serve, which members never need
+    from weightsync.service.serving import deploy_ingress, ensure_serve, service_url  # Serve, which members never need
 
-    options = RegistryOptions(
-        service=name,
-        transport=transport,
-        transport_reason=reason,
-        http_url=deploy_ingress(name, settings),
-        ray_address=ray.get_runtime_context().gcs_address,
-        min_consumers=settings.min_consumers,
-        max_consumers=settings.max_consumers,
-        num_serve_buffers=settings.num_serve_buffers,
-        gather_lookahead=settings.gather_lookahead,
-        stall_timeout_s=settings.stall_timeout_s,
-        join_grace_s=settings.join_grace_s,
-        verify=settings.verify,
-        strategy=settings.strategy,
-        link_costs=settings.link_costs,
-        chunk_bytes=settings.chunk_bytes,
-        max_inflight_bytes=settings.max_inflight_bytes,
-        staging_budget_bytes=settings.staging_budget_bytes,
-        long_poll_s=settings.long_poll_s,
-        lease_s=settings.lease_s,
-    )
+    ensure_serve(settings)
+    options = settings.registry_options(name, transport, reason, service_url(name))
     handle = ServiceHandle(name, spawn_registry(options), owns_ray)
     try:
         call(handle.registry.status.remote())
+        deploy_ingress(name, settings)
     except BaseException:
         handle.shutdown()
         raise
     return handle
 
 
-def _ensure_ray(address: str | None) -> bool:
-    """Connect to Ray; True if this call launched it."""
+def ensure_ray(address: str | None) -> bool:
+    """Connect to Ray as `start` does; True if this call launched it.
+
+    Raises:
+        ConnectionError: nothing answers at `address`.
+        RuntimeError: this process has another version of Ray or Python than the cluster.
+    """
     if ray.is_initialized():
         return False
     if address not in (None, "local"):

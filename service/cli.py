@@ -1,4 +1,4 @@
-"""The `weightsync` command: demo, up, down, status, plan, bench.
+"""The `weightsync` command: demo, up, down, status, plan, bench, doctor, and those of `operate`.
 
 Exit codes: 0 success, 1 the thing asked for failed, 2 wrong usage, 130 interrupted. With `--json`, standard
 output holds JSON and nothing else; everything for people goes to standard error.
@@ -6,17 +6,17 @@ output holds JSON and nothing else; everything for people goes to standard error
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 
 from weightsync.protocol.errors import WeightsyncError
+from weightsync.service.operate import COMMANDS, watch
+from weightsync.service.terminal import Address, Json, Name, err, print_json
 
 app = typer.Typer(
     help="Weight synchronisation for RL post-training on Ray.",
@@ -24,14 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Name = Annotated[str, typer.Option("--name", "-n", help="service name")]
-Address = Annotated[str | None, typer.Option("--address", help="Ray address; default: the running cluster")]
 Transport = Annotated[
     Literal["auto", "nixl", "rdt", "object_store"] | None, typer.Option(help="how bytes move; default: the setting's")
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
-
-_err = Console(stderr=True, highlight=False)
 
 
 @app.command()
@@ -77,23 +72,23 @@ def up(
     given = {"transport": transport, "http_host": http_host, "http_port": http_port}
     settings = Settings(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
     check_name(name)
-    with _err.status("connecting to Ray ..."):
+    with err.status("connecting to Ray ..."):
         launched = address is None and ensure_cluster()
     try:
-        with _err.status(f"starting service {name} ..."):
+        with err.status(f"starting service {name} ..."):
             status = start(name, address, settings).status()
     except BaseException:
         if launched:
             stop_launched_cluster()
         raise
     if json_output:
-        _print_json(status.model_dump(mode="json"))
+        print_json(status.model_dump(mode="json"))
         return
-    _err.print(
+    err.print(
         f"service [bold]{name}[/] is up: {status.http_url} (transport {status.transport}: {status.transport_reason})"
     )
     if launched:
-        _err.print("a local Ray cluster was started for it; `weightsync down` of the last service stops it again")
+        err.print("a local Ray cluster was started for it; `weightsync down` of the last service stops it again")
 
 
 @app.command()
@@ -105,9 +100,9 @@ def down(name: Name = "default", address: Address = None, json_output: Json = Fa
     connect(name, address).shutdown()
     stopped = not list_services() and stop_launched_cluster()
     if json_output:
-        _print_json({"service": name, "stopped_ray": stopped})
+        print_json({"service": name, "stopped_ray": stopped})
     else:
-        _err.print(f"service [bold]{name}[/] is down" + ("; its local Ray cluster is stopped" if stopped else ""))
+        err.print(f"service [bold]{name}[/] is down" + ("; its local Ray cluster is stopped" if stopped else ""))
 
 
 @app.command()
@@ -115,23 +110,27 @@ def status(
     name: Name = "default",
     address: Address = None,
     why: Annotated[bool, typer.Option("--why", help="say who waits for whom")] = False,
+    follow: Annotated[bool, typer.Option("--watch", help="go on showing it, as `watch` does")] = False,
     json_output: Json = False,
 ) -> None:
     """Show a service: versions, members, and a running sync."""
     from weightsync.service.api import connect
     from weightsync.service.status_view import render
 
+    if follow:
+        watch(name, address, json_output)
+        return
     handle = connect(name, address)
     if why:
         lines = handle.why()
         if json_output:
-            _print_json({"service": name, "why": lines})
+            print_json({"service": name, "why": lines})
         else:
             Console().print("\n".join(lines) or "nobody waits: no sync is running", soft_wrap=True, markup=False)
         return
     state = handle.status()
     if json_output:
-        _print_json(state.model_dump(mode="json"))
+        print_json(state.model_dump(mode="json"))
     else:
         Console().print(render(state))
 
@@ -175,16 +174,16 @@ def plan(
         summary = summarize_layouts([("the parameter", dtype, _parse_shape(shape))], source, target, policy, costs)
     else:
         assert model is not None
-        with _err.status(f"building {model} ..."):
+        with err.status(f"building {model} ..."):
             config, tensors = describe_model(model)
         kind, _, ranks = target.partition("/")
-        with _err.status("planning ..."):
+        with err.status("planning ..."):
             if kind == "engine" and ranks.isdigit() and int(ranks) > 0:
                 summary = summarize_recorded(tensors, source, demo_engine(config), int(ranks), policy, costs)
             else:
                 summary = summarize_layouts(tensors, source, target, policy, costs)
     if json_output:
-        _print_json(summary.model_dump(mode="json"))
+        print_json(summary.model_dump(mode="json"))
     else:
         Console().print(render(summary))
 
@@ -229,6 +228,26 @@ def bench(
     )
 
 
+@app.command()
+def doctor(
+    address: Address = None,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="time reads between nodes too")] = True,
+    json_output: Json = False,
+) -> None:
+    """Check every node of the cluster, or this machine, for what makes a sync fail or slow, and say what to do.
+
+    Reads between all pairs of nodes are timed, a sample of them with more than 8 nodes. Exit code 0 if there is no
+    problem (warnings do not count), 1 otherwise.
+    """
+    from weightsync.service.doctor.command import doctor_command
+
+    raise typer.Exit(doctor_command(address=address, measure=measure, json_output=json_output))
+
+
+for command in COMMANDS:
+    app.command()(command)
+
+
 def _parse_cost(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
@@ -248,10 +267,6 @@ class _Refused(WeightsyncError):
     """A command cannot do what was asked; the message says what to do."""
 
 
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
 def main() -> None:
     """Entry point: errors become one line and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -259,14 +274,14 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        _err.print("Interrupted.")
+        err.print("Interrupted.")
         raise SystemExit(130) from None
     except ValidationError as error:
         for problem in error.errors():
-            _err.print(f"[red]error:[/] {'.'.join(map(str, problem['loc']))}: {problem['msg']}", soft_wrap=True)
+            err.print(f"[red]error:[/] {'.'.join(map(str, problem['loc']))}: {problem['msg']}", soft_wrap=True)
         raise SystemExit(2) from None
     except (WeightsyncError, ConnectionError, ValueError) as error:
-        _err.print(f"[red]error:[/] {error}", soft_wrap=True)
+        err.print(f"[red]error:[/] {error}", soft_wrap=True)
         raise SystemExit(1) from None
 
 

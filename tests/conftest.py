@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import ray
 
+from tests.shell import shell  # noqa: F401  a fixture
 from weightsync.service import ServiceHandle, Settings, start
 
 
