@@ -78,11 +78,19 @@ def find_cluster() -> str | None:
         return given
     try:
         address = _pointer().read_text().strip()
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S):
-            return address
-    except (OSError, ValueError):
+    except OSError:
         return None
+    return address if answers(address) else None
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _pointer() -> Path:
