@@ -1,4 +1,4 @@
-"""Makes `helpers` importable here and in the actors these tests spawn."""
+"""Makes `helpers` and `fault_helpers` importable here and in the actors these tests spawn, and `rule_files` here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import pytest
 import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "deploy"))
+import fault_helpers
 import helpers
 
 from weightsync.service import ServiceHandle, Settings, start
 
 ray.cloudpickle.register_pickle_by_value(helpers)
+ray.cloudpickle.register_pickle_by_value(fault_helpers)
 
 
 @pytest.fixture(scope="session")

@@ -4,89 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import httpx
-import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.shell import Shell
 from weightsync.service.cli import app
-
-MARK = "WEIGHTSYNC_TEST_MARK"
-
-
-class Shell:
-    """Runs `weightsync` where no Ray is running yet, and finds every process that came of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.mark = uuid4().hex
-        self.environment = {
-            **os.environ,
-            MARK: self.mark,
-            "RAY_TMPDIR": str(folder),
-            "TMPDIR": str(folder),
-            "WEIGHTSYNC_HTTP_PORT": "0",
-        }
-        self.environment.pop("RAY_ADDRESS", None)
-        self.shared_memory = set(os.listdir("/dev/shm"))
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "weightsync.service.cli", *arguments],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, *arguments: str) -> tuple[int, str, str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=200)
-        return process.returncode, out, err
-
-    def processes(self) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter() if self._is_ours(p)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-    def await_process(self, name: str) -> None:
-        deadline = time.monotonic() + 60
-        while name not in {p.info["name"] for p in psutil.process_iter(["name"]) if self._is_ours(p)}:
-            assert time.monotonic() < deadline, f"no {name} in 60 s"
-            time.sleep(0.1)
-
-    def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + 20
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert left == []
-        assert set(os.listdir("/dev/shm")) - self.shared_memory == set()
-
-
-@pytest.fixture
-def shell() -> Iterator[Shell]:
-    folder = Path(tempfile.mkdtemp(prefix="ws"))  # short: Ray puts socket paths below it
-    shell = Shell(folder)
-    yield shell
-    for process in shell.processes():
-        process.kill()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuses_connections(url: str) -> bool:
@@ -191,6 +120,7 @@ def test_ctrl_c_in_the_bench_says_one_line_and_leaves_nothing(shell: Shell) -> N
     shell.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_up_status_and_down_of_two_services_on_a_ray_of_their_own(shell: Shell) -> None:
     status, out, err = shell.run("up", "--json")
     assert status == 0, err

@@ -1,0 +1,8 @@
+"""Makes the readers of PromQL in tests/deploy importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "deploy"))
