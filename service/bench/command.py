@@ -12,6 +12,7 @@ from rich.console import Console
 
 from weightsync.protocol.errors import WeightsyncError
 from weightsync.service.bench.cases import LARGEST, LARGEST_RUN, MAX_MEMBERS, SMALLEST, SMALLEST_RUN, Case, grid, suite
+from weightsync.service.bench.kept import Kept
 from weightsync.service.bench.plot import check_plot_file, write_plot
 from weightsync.service.bench.quantities import format_size, parse_bytes, parse_counts, parse_list
 from weightsync.service.bench.results import BenchResult
@@ -76,11 +77,13 @@ def bench_command(
     return 0 if result.ok else 1
 
 
-def measure(cases: Sequence[Case], interrupts: Interrupts, command: str | None = None) -> BenchResult:
+def measure(
+    cases: Sequence[Case], interrupts: Interrupts, command: str | None = None, kept: Kept | None = None
+) -> BenchResult:
     """`run_bench` with a bar on standard error, and nothing from libraries on standard output."""
     with interrupts.raised(), contextlib.redirect_stdout(sys.stderr):
         with progress_bar(sum(case.rounds * len(case.ways) for case in cases)) as progress:
-            return run_bench(cases, interrupts=interrupts, command=command, progress=progress)
+            return run_bench(cases, interrupts=interrupts, command=command, progress=progress, kept=kept)
 
 
 def _with(case: Case, keys: Sequence[str], rounds: int | None) -> Case:

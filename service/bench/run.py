@@ -25,6 +25,7 @@ import ray
 from weightsync.protocol.errors import WeightsyncError
 from weightsync.service.bench.cases import Case
 from weightsync.service.bench.facts import machine_facts, package_versions
+from weightsync.service.bench.kept import Kept
 from weightsync.service.bench.layout import Layout
 from weightsync.service.bench.memory import available_memory, available_shared_memory, held_memory
 from weightsync.service.bench.quantities import format_size
@@ -54,6 +55,7 @@ def run_bench(
     interrupts: Interrupts | None = None,
     command: str | None = None,
     progress: Progress = lambda text, turns: None,
+    kept: Kept | None = None,
 ) -> BenchResult:
     """Measure; starts Ray if this process is not connected to one, and leaves nothing behind.
 
@@ -61,8 +63,10 @@ def run_bench(
         ways: by key; None takes `all_ways()`.
         interrupts: what Ctrl-C and SIGTERM do, and note.
         command: the command line, for the record.
+        kept: cases that need not be measured again, and where new ones are noted.
     """
     known = all_ways() if ways is None else ways
+    kept = kept or Kept()
     started, begun = datetime.now(UTC), time.monotonic()
     machine, packages = machine_facts(), package_versions()
     planned, refused = [], []
@@ -72,12 +76,16 @@ def run_bench(
         except ValueError as problem:
             refused.append(f"{case.title}: {problem}")
             progress(f"skipped: {refused[-1]}", case.rounds * len(case.ways))
-    results = []
+    results: list[CaseResult] = []
     if planned:
         progress("starting Ray and a service ...", 0)
         interrupts = interrupts or Interrupts()
         with Stage(interrupts) as stage, interrupts.raised():  # again: Ray has put a handler of its own in place
-            results = [_Measurement(stage, case, layout, known, progress).run() for case, layout in planned]
+            for case, layout in planned:
+                found = kept.find(case)
+                if found is not None:
+                    progress(f"{case.title}: measured before", case.rounds * len(case.ways))
+                results.append(found or kept.add(_Measurement(stage, case, layout, known, progress).run()))
     return BenchResult(
         command=command or shlex.join(["weightsync", *sys.argv[1:]]),
         started=started.isoformat(timespec="seconds"),

@@ -1,7 +1,8 @@
 """Everything that is measured, into RESULTS.md beside this file: `weightsync bench --suite full`, control, planning.
 
-Run it on a machine that does nothing else: `make bench`, about half an hour. `make bench ARGS=--quick` takes
-two minutes and prints what it finds, so that a glance does not replace the record.
+Run it on a machine that does nothing else: `make bench`, about an hour on two cores. If it is interrupted, the same
+command goes on with the cases that are missing. `make bench ARGS=--quick` takes two minutes and prints what it finds,
+so that a glance does not replace the record.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 
 from weightsync.service.bench.cases import suite
 from weightsync.service.bench.command import measure
+from weightsync.service.bench.kept import Kept
 from weightsync.service.bench.markdown import render_markdown
 from weightsync.service.bench.plot import check_plot_file, write_plot
 from weightsync.service.bench.ways import all_ways
 from weightsync.service.interrupts import Interrupts
 
 FOLDER = Path(__file__).parent
+KEPT = FOLDER.parents[1] / "build" / "bench.jsonl"
 
 
 def main() -> int:
@@ -34,13 +37,16 @@ def main() -> int:
         check_plot_file(picture)
     name = "quick" if options.quick else "full"
     command = "make bench" + (" ARGS=--quick" if options.quick else "")
-    result = measure(suite(name, list(all_ways())), Interrupts(), command)
+    kept = Kept(None if options.quick else KEPT)
+    result = measure(suite(name, list(all_ways())), Interrupts(), command, kept)
     control = _output("bench_control.py", *(["--only", "simulated"] if options.quick else []))["tables"]
+    control |= _output("bench_service.py")["tables"]
     planning = {f"Planning: {title.replace('_', ' ')}": rows for title, rows in _output("bench_planning.py").items()}
     document = render_markdown(result, {**control, **planning}, picture.name if picture else None)
     if output and picture:
         write_plot(result, picture)
         output.write_text(document)
+        kept.forget()
         print(f"written: {output}, {picture}")
     else:
         print(document)
