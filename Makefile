@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow mutations lint format bench clean
+.PHONY: demo test test-slow mutations lint format bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
@@ -23,13 +23,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/typing && mkdir -p build/typing/weightsync
-	ln -s ../../../protocol ../../../actors ../../../service build/typing/weightsync/
+	ln -s ../../../protocol ../../../actors ../../../service ../../../dashboards build/typing/weightsync/
 	MYPYPATH=build/typing $(BIN)/mypy --strict -p weightsync.protocol
-	MYPYPATH=build/typing $(BIN)/mypy -p weightsync.actors -p weightsync.service
+	MYPYPATH=build/typing $(BIN)/mypy -p weightsync.actors -p weightsync.service -p weightsync.dashboards
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python docs/tables.py
+	$(BIN)/pdoc --docformat google -o build/docs weightsync.service weightsync.actors weightsync.protocol
 
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
