@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
