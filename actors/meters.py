@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import prometheus_client as prometheus
-from prometheus_client import CollectorRegistry, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
 from weightsync.protocol import metric_names as names
 from weightsync.protocol.faults import Fault
@@ -111,12 +111,10 @@ class Meters:
         return series
 
 
-def family(metric: Metric, registry: CollectorRegistry) -> Gauge | prometheus.Counter | Histogram:
+def family(metric: Metric, registry: CollectorRegistry) -> prometheus.Counter | Histogram:
     """The prometheus_client object of a metric, with the label `service` before its own."""
     name, labels = PREFIX + metric.name, ("service", *metric.labels)
     text = f"{metric.text} ({metric.unit})"
-    if metric.kind == "gauge":
-        return Gauge(name, text, labels, registry=registry)
     if metric.kind == "counter":
         return prometheus.Counter(name, text, labels, registry=registry)
     return Histogram(name, text, labels, registry=registry, buckets=metric.buckets)

@@ -115,10 +115,7 @@ class Registry(Operations):
         except WeightsyncError as error:
             self._syncs.last_error = str(error)
             self._chronicle.refused("producer", f"trainer rank {registration.rank}", error)
-            if self._syncs.gathering is not None and not self._syncs.gathering.opening:
-                self._syncs.gathering.error = SyncAborted(f"rank {registration.rank} was refused: {error}")
-                self._syncs.gathering = None
-            self._parked.notify()
+            self._syncs.end_gathering(f"rank {registration.rank} was refused: {error}")
             raise
         self._catch_up(known)
         self._parked.run(self._watch(registration.rank, member))

@@ -163,6 +163,13 @@ class Syncs:
             self.gathering = None
         self.parked.notify()
 
+    def end_gathering(self, why: str) -> None:
+        """Ranks that wait for others to publish hear why it will not come to that; an epoch that opens goes on."""
+        if self.gathering is not None and not self.gathering.opening:
+            self.gathering.error = SyncAborted(why)
+            self.gathering = None
+        self.parked.notify()
+
     def settle(self) -> None:
         """Commit the running epoch if everybody has finished."""
         epoch = self.epoch
@@ -226,9 +233,7 @@ class Syncs:
                 self.abort(Fault.RANK_LOST, f"trainer rank {rank}: {why}, and with it {lost}")
         else:
             self.producers.remove(rank)
-        if self.gathering is not None and not self.gathering.opening:
-            self.gathering.error = SyncAborted(f"trainer rank {rank}: {why}")
-            self.gathering = None
+        self.end_gathering(f"trainer rank {rank}: {why}")
         member = f"trainer rank {rank}"
         self.chronicle.note(
             EventKind.LEFT, f"{member} is no member any more: {why}", member=member, fault=Fault.RANK_LOST

@@ -20,9 +20,7 @@ from weightsync.dashboards.panels import (
 )
 from weightsync.dashboards.promql import Query, cells, each, now, quantile
 from weightsync.protocol import metric_names as names
-
-PHASES = ("begin", "pull", "scatter", "verify", "free", "commit")
-"""In the order in which they happen."""
+from weightsync.protocol.status import PHASES
 
 
 def sync() -> Dashboard:

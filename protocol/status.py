@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from weightsync.protocol.faults import Fault
 from weightsync.protocol.messages import ConsumerState, EpochState, PublishMode
 
+PHASES = ("begin", "pull", "scatter", "verify", "free", "commit")
+"""Parts of a sync, in the order in which they happen."""
+
 
 class _Report(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -80,9 +80,12 @@ def build(args: dict[str, Any]) -> Any:
     """The application for `serve deploy` and `serve run`; `args` are the file's, see `Application`."""
     wanted = Application(**args)
     check_name(wanted.service)
-    settings = Settings(**wanted.settings)
+    return _bound(wanted.service, Settings(**wanted.settings))
+
+
+def _bound(service: str, settings: Settings) -> Any:
     ingress: Any = Ingress
-    return ingress.options(num_replicas=settings.http_replicas).bind(wanted.service, settings)
+    return ingress.options(num_replicas=settings.http_replicas).bind(service, settings)
 
 
 def ensure_registry(service: str, settings: Settings) -> Any:
@@ -120,9 +123,8 @@ def ensure_serve(settings: Settings) -> None:
 def deploy_ingress(service: str, settings: Settings) -> None:
     """Deploy the ingress on the Serve that runs; returns when it answers."""
     _hush_serve()
-    ingress: Any = Ingress
     serve.run(
-        ingress.options(num_replicas=settings.http_replicas).bind(service, settings),
+        _bound(service, settings),
         name=application_name(service),
         route_prefix=route_prefix(service),
         blocking=False,

@@ -10,9 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.protocol.messages import EpochState
-from weightsync.protocol.status import ConsumerStatus, ServiceStatus, VersionRecord
-
-PHASES = ("begin", "pull", "scatter", "verify", "free", "commit")
+from weightsync.protocol.status import PHASES, ConsumerStatus, ServiceStatus, VersionRecord
 
 
 def render(status: ServiceStatus) -> RenderableType:

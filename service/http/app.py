@@ -7,6 +7,7 @@ registry hears of it, so that a refused one changes nothing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any, cast
 
@@ -173,20 +174,20 @@ _PAGE: dict[str, Any] = {
 
 @reading.get("/metrics", summary="Everything of this service, for a scraper without discovery", **_PAGE)
 async def all_metrics(registry: Registry) -> Response:
-    try:
-        state, counters = await asyncio.gather(registry.ask("status"), registry.ask("metrics"))
-    except ProblemError:  # a scrape that fails tells Prometheus less than `weightsync_up 0`
-        return _Exposition(metrics.down_page(registry.service))
-    return _Exposition(metrics.everything(state, counters))
+    return await _with_counters(registry, metrics.everything)
 
 
 @reading.get(metrics.REGISTRY_PAGE, summary="The service as a whole", **_PAGE)
 async def registry_metrics(registry: Registry) -> Response:
+    return await _with_counters(registry, metrics.registry_page)
+
+
+async def _with_counters(registry: RegistryGateway, page: Callable[[ServiceStatus, bytes], bytes]) -> Response:
     try:
         state, counters = await asyncio.gather(registry.ask("status"), registry.ask("metrics"))
-    except ProblemError:
+    except ProblemError:  # a scrape that fails tells Prometheus less than `weightsync_up 0`
         return _Exposition(metrics.down_page(registry.service))
-    return _Exposition(metrics.registry_page(state, counters))
+    return _Exposition(page(state, counters))
 
 
 @reading.get("/metrics/producers/{rank}", summary="One trainer rank", responses=NOT_FOUND, **_PAGE)

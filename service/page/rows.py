@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from weightsync.protocol.faults import Fault
 from weightsync.protocol.messages import ConsumerState, EpochState
 from weightsync.protocol.status import (
+    PHASES,
     ConsumerStatus,
     EpochStatus,
     Event,
@@ -28,7 +29,6 @@ VERSIONS_SHOWN = 20
 FAULTS_SHOWN = 20
 LINKS_SHOWN = 50
 
-PHASES = ("begin", "pull", "scatter", "verify", "free", "commit")
 _FAULTS = (EventKind.EVICTED, EventKind.ABORTED, EventKind.REFUSED)
 
 

@@ -61,6 +61,10 @@ def test_a_sync_is_counted_once_with_its_bytes_and_phases(scene: Scene, scrape: 
     strategies = {s for pull in report.workers.values() for s in pull.strategies}
     assert sum(added(names.BYTES_IN, strategy=s) for s in strategies) == report.bytes
     assert sum(added(names.PRODUCER_SERVED, rank=str(rank)) for rank in (0, 1)) == report.bytes
+    held = [value(after, names.PRODUCER_HELD, rank=str(rank)) for rank in (0, 1)]
+    assert held[0] != held[1]
+    served = [added(names.PRODUCER_SERVED, rank=str(rank)) for rank in (0, 1)]
+    assert served == [2 * nbytes for nbytes in held], "each of two workers takes all that a rank holds, from that rank"
     assert added(names.BYTES_NEEDED) == report.needed_bytes
     assert added(names.PULL_SECONDS, "_count") == 2
     assert added(names.WAIT_SECONDS, "_count", wait="free_barrier") == 2
