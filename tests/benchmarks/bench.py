@@ -56,9 +56,10 @@ def main() -> int:
 
 
 def _output(script: str, *options: str) -> dict[str, Any]:
-    """What a script beside this one finds out."""
+    """What a script beside this one finds out: its last line, for Ray's warnings come on standard output too."""
     command = [sys.executable, str(FOLDER / script), "--json", *options]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

@@ -240,12 +240,12 @@ def moe(m: MoeShape, worker: int = 5) -> dict[str, object]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
     arguments = parser.parse_args()
     # The model first: resident memory only ever grows, and the large curves would hide what it needs.
     tables = {"models": [moe(DEEPSEEK_V3), moe(KIMI_K2)], "scaling": scaling(), "known_changes": known_changes()}
     if arguments.json:
-        print(json.dumps(tables, indent=2))
+        print(json.dumps(tables))
         return
     for title, table in tables.items():
         print(f"\n{title}")
