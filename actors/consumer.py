@@ -20,31 +20,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
-import torch
 
 from weightsync.actors.attempt import Attempt
-from weightsync.actors.calibration import measure_link
-from weightsync.actors.destinations import Destinations, distinct_copies
 from weightsync.actors.digests import DigestMismatchError
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.actors.lifelines import Lifeline
-from weightsync.actors.live_pull import LivePull
 from weightsync.actors.options import RegistryOptions
 from weightsync.actors.pause import PausableEngine, PauseBracket
+from weightsync.actors.preparing import Preparation, Pull
 from weightsync.actors.spawn import await_registry, call, this_node
-from weightsync.actors.staged_pull import StagedPull
-from weightsync.actors.transport import Device, Peer, ReadHungError, Transport, create_transport
-from weightsync.protocol.copies import RecordedCopy
-from weightsync.protocol.cost_model import LinkCosts
+from weightsync.actors.transport import ReadHungError
 from weightsync.protocol.errors import (
-    InvalidLayoutError,
     MembershipLostError,
     RegistrationError,
     StallError,
@@ -57,10 +49,7 @@ from weightsync.protocol.messages import (
     EpochBegin,
     InstallMode,
     LayoutSnapshot,
-    LinkName,
     MemberHistory,
-    PlanFacts,
-    PublishMode,
     PullStats,
 )
 
@@ -95,13 +84,14 @@ class ConsumerAgent:
         self._previous: int | None = None
         """The version that lies in the shadow since the last flip."""
         self._flips = 0
+        self._news_of_flip: Any = None
+        self._kept_until: float | None = None
+        """What is staged may not be superseded before (monotonic seconds)."""
         self._torn = False
         self._last_epoch = 0
         self._join()
-        self._transport: Transport | None = None
-        self._recorded: tuple[object, list[RecordedCopy]] | None = None
-        self._destinations: Destinations | None = None
-        self._pull: LivePull | StagedPull | None = None
+        self._prepared = Preparation(registry, worker, target, install, self._options)
+        self._pull: Pull | None = None
         self._generation = 0
         self._cond = threading.Condition()
         self._staged: int | None = None
@@ -142,6 +132,41 @@ class ConsumerAgent:
             StallError: nothing to install came within `timeout_s`; the message says what it waits for.
             SyncAborted, SyncError, PlanError: the attempt, or planning, failed; the worker keeps what it had.
         """
+        try:
+            return self._await(version, timeout_s, self._apply)
+        finally:
+            self.release()
+
+    def stage(self, version: int | None, timeout_s: float) -> int:
+        """Wait until a version can be installed, and keep it beside the live weights until `sync` or `release`.
+
+        Workers of one engine do this first, so that they can agree on a version before any of them flips.
+
+        Returns:
+            The version that `sync` would install, or has installed.
+
+        Raises:
+            ValueError: in place nothing lies beside the live weights.
+            Exception: as `sync`.
+        """
+        if self._install is InstallMode.IN_PLACE:
+            raise ValueError("install='in_place' writes the live weights at once; only 'shadow' can be staged")
+        return self._await(version, timeout_s, self._keep)
+
+    def release(self) -> None:
+        """What was staged may be superseded by a newer version again. Idempotent."""
+        with self._cond:
+            self._kept_until = None
+            self._cond.notify_all()
+
+    def confirm(self, timeout_s: float = 5.0) -> None:
+        """Wait until the registry knows what is installed here; it learns it later otherwise."""
+        if self._news_of_flip is not None:
+            with contextlib.suppress(ray.exceptions.RayError, RegistrationError):  # it learns it when we join again
+                call(self._news_of_flip, timeout_s)
+
+    def _await(self, version: int | None, timeout_s: float, attempt: Callable[[int | None], int | None]) -> int:
+        """Wait until `attempt`, under the condition, has a version."""
         deadline = time.monotonic() + timeout_s
         wanted = version if version is not None else self._open_version()
         with self._cond:
@@ -150,7 +175,7 @@ class ConsumerAgent:
                 self._error = None
             self._cond.notify_all()
             try:
-                while not self._apply(wanted):
+                while (found := attempt(wanted)) is None:
                     error = self._fatal or self._error_for(wanted)
                     if error is not None:
                         self._told = True
@@ -161,8 +186,7 @@ class ConsumerAgent:
                     self._cond.wait(remaining)
             finally:
                 self._callers -= 1
-            assert self._version is not None
-            return self._version
+            return found
 
     def rollback(self) -> int:
         """Make the version before visible again, and return it.
@@ -177,20 +201,22 @@ class ConsumerAgent:
                 )
             self._staged = self._previous
             try:
-                told = self._flip()
+                self._flip()
             except SyncError:
                 self._staged = None  # it stays where it is, and the next sync must not bring it back
                 raise
             self._previous = None  # one step only: forward again is the next version
             version = self._version
-        with contextlib.suppress(ray.exceptions.RayError, RegistrationError):  # it learns it when we join again
-            call(told, timeout_s=5)
+        self.confirm()
         assert version is not None
         return version
 
     def _no_way_back(self) -> str:
         if self._install is InstallMode.IN_PLACE:
             return "in_place writes over it; use install='shadow'"
+        destinations = self._prepared.destinations
+        if destinations is not None and not destinations.keeps_previous:
+            return "its engine converts weights as it takes them in, and the version before is not kept in their form"
         if self._writing or self._staged is not None:
             return "a newer one is pulled into its place"
         return "it holds no version before that"
@@ -200,7 +226,7 @@ class ConsumerAgent:
         with self._cond:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._kept_until = True, None
             self._cond.notify_all()
         with contextlib.suppress(Exception):
             call(self._registry.unregister_consumer.remote(*self._me), timeout_s=5)
@@ -210,30 +236,57 @@ class ConsumerAgent:
             follower.join(self._options.long_poll_s + 5)
         if self._pull is not None:
             self._pull.close()
-        if self._transport is not None:
-            self._transport.close()
+        self._prepared.close()
         if self.pauses is not None:
             self.pauses.close()
 
     # -- installing, under the condition --------------------------------------------------------------
 
-    def _apply(self, wanted: int | None) -> bool:
-        """Flip a staged version in if there is one; True if what is installed satisfies the caller."""
+    def _apply(self, wanted: int | None) -> int | None:
+        """Flip a staged version in if there is one; the version installed, if it satisfies the caller."""
         if self._staged is not None and not self._writing:
             self._flip()
-        if self._version is None or self._torn:
-            return False
-        return wanted is None or self._version >= wanted
+        return self._satisfying(None if self._torn else self._version, wanted)
 
-    def _flip(self) -> Any:
-        """What is staged becomes what requests see, together with its number. Returns the registry's answer to come."""
-        assert self._destinations is not None
+    def _keep(self, wanted: int | None) -> int | None:
+        """The version that a flip would bring, kept from being superseded, if it satisfies the caller."""
+        staged = None if self._writing else self._staged
+        found = self._satisfying(staged if staged is not None or self._torn else self._version, wanted)
+        if found is not None:
+            self._kept_until = time.monotonic() + self._options.stall_timeout_s
+        return found
+
+    @staticmethod
+    def _satisfying(version: int | None, wanted: int | None) -> int | None:
+        return version if version is not None and (wanted is None or version >= wanted) else None
+
+    def _flip(self) -> None:
+        """What is staged becomes what requests see, together with its number."""
+        destinations = self._prepared.destinations
+        assert destinations is not None
         with self._engine_held(InstallMode.SHADOW):  # in place it is held since the pull began
-            self._destinations.flip()
-            self._previous = self._version if self._install is InstallMode.SHADOW else None
-            self._version, self._staged, self._torn = self._staged, None, False
-        self._flips += 1
-        return self._registry.installed.remote(*self._me, self._version, self._flips)
+            version, self._staged, self._torn = self._staged, None, True
+            destinations.flip()
+            self._flips += 1
+            try:
+                self._target.install()
+            except Exception as error:
+                raise self._install_failed(version, error) from error
+            self._previous = self._version if destinations.keeps_previous else None
+            self._version, self._torn = version, False
+        self._news_of_flip = self._registry.installed.remote(*self._me, self._version, self._flips)
+
+    def _install_failed(self, version: int | None, error: Exception) -> SyncError:
+        """The engine could not take in what was pulled: it has some of two versions."""
+        why = f"{type(error).__name__}: {error}"
+        failure = SyncError(
+            f"version {version} was pulled into worker {self._worker!r}, but its engine could not take it in ({why}); "
+            "it is torn, and not ready until a newer version is installed"
+        )
+        self._error, self._failed_version, self._previous = failure, version, None
+        self._told = self._install is InstallMode.SHADOW  # whose caller gets it from here
+        self._registry.installed.remote(*self._me, version, self._flips, str(failure))
+        return failure
 
     @contextlib.contextmanager
     def _engine_held(self, install: InstallMode) -> Iterator[None]:
@@ -349,9 +402,11 @@ class ConsumerAgent:
     def _plan(self, layout: LayoutSnapshot) -> None:
         """Record once per manifest, plan and register once per layout, and tell the registry."""
         self._generation = layout.generation
-        started, self._registration_s = time.monotonic(), 0.0
+        if self._pull is not None:
+            self._pull.close()
+            self._pull = None
         try:
-            pull = self._prepare(layout)
+            pull, facts = self._prepared.make(layout, self.consumer_id)
         except Exception as error:
             failure = error if isinstance(error, WeightsyncError) else _loader_error(self._worker, error)
             with self._cond:
@@ -361,71 +416,7 @@ class ConsumerAgent:
             return
         with self._cond:
             self._pull, self._error = pull, None
-        facts = PlanFacts(
-            bytes_total=pull.bytes_total,
-            needs_producers=pull.needs_producers,
-            bytes_by_rank=pull.bytes_by_rank,
-            plan_s=time.monotonic() - started - self._registration_s,
-            registration_s=self._registration_s,
-        )
         call(self._registry.planned.remote(*self._me, layout.generation, facts))
-
-    def _prepare(self, layout: LayoutSnapshot) -> LivePull | StagedPull:
-        if self._pull is not None:
-            self._pull.close()
-            self._pull = None
-        copies = self._record(layout)
-        if self._destinations is None:
-            self._destinations = Destinations(self._target.tensors(), copies, self._install)
-        if self._transport is None:
-            self._transport = create_transport(
-                layout.transport,
-                f"{self._options.service}:{self._worker}:{secrets.token_hex(4)}",
-                serves=False,
-            )
-        started = time.monotonic()
-        self._transport.register(self._destinations.buffers.values())
-        self._registration_s = time.monotonic() - started
-        actors = call(self._registry.producer_actors.remote(layout.generation))
-        peers = [
-            Peer(rank, rank, producer.agent_metadata, actor, Device.of(torch.empty(0, device=producer.device)))
-            for rank, (producer, actor) in enumerate(zip(layout.producers, actors, strict=True))
-        ]
-        common = (layout, copies, self._destinations, self._transport, peers, self.consumer_id)
-        if layout.mode is PublishMode.STAGED:
-            return StagedPull(*common, self._options.num_serve_buffers)
-        for peer in peers:
-            self._transport.connect(peer)
-        costs = self._link_costs(layout, peers, self._transport)
-        return LivePull(*common, self._options, costs)
-
-    def _link_costs(self, layout: LayoutSnapshot, peers: Sequence[Peer], transport: Transport) -> dict[int, LinkCosts]:
-        """Per rank, what its link costs: as measured between the two nodes before, or now; values set by hand win."""
-        assert self._destinations is not None
-        device = next(iter(self._destinations.buffers.values())).device
-        costs: dict[int, LinkCosts] = {}
-        for producer, peer in zip(layout.producers, peers, strict=True):
-            link = LinkName(producer.node_id, this_node(), producer.device, str(device))
-            known = call(self._registry.link_costs.remote(link))
-            if known is None and transport.reads_trainer_memory and self._options.strategy == "auto":
-                known = measure_link(transport, peer, producer, device)
-                call(self._registry.measured.remote(link, known))
-            costs[producer.rank] = (known or LinkCosts()).overridden(self._options.link_costs)
-        return costs
-
-    def _record(self, layout: LayoutSnapshot) -> list[RecordedCopy]:
-        """The worker's distinct copies; recorded again only if the model itself changed."""
-        manifest = {meta.name: (meta.dtype, meta.shape) for meta in layout.manifest}
-        if self._recorded is None or self._recorded[0] != manifest:
-            canonical = {meta.name: meta.alias_of or meta.name for meta in layout.manifest}
-            copies = distinct_copies(self._target.record(manifest), canonical, self._target.tensors())
-            if not copies:
-                raise InvalidLayoutError(
-                    f"worker {self._worker!r} would pull nothing: its loader uses none of the {len(manifest)} "
-                    f"published names ({', '.join(list(manifest)[:3])}, ...)"
-                )
-            self._recorded, self._destinations = (manifest, copies), None
-        return self._recorded[1]
 
     def _attend(self, begin: EpochBegin) -> None:
         """Take part in one epoch."""
@@ -450,7 +441,8 @@ class ConsumerAgent:
             if refusal is None:
                 self._staged, self.last_pull, self._error = begin.version, stats, None
                 if self._install is InstallMode.IN_PLACE:
-                    self._flip()
+                    with contextlib.suppress(SyncError):  # `sync`, which waits, raises it
+                        self._flip()
             else:
                 self._torn = self._torn or self._install is InstallMode.IN_PLACE
                 self._failed_version, self._told = begin.version, False
@@ -474,6 +466,8 @@ class ConsumerAgent:
 
     def _pull_version(self, begin: EpochBegin) -> PullStats:
         with self._cond:
+            while self._kept_until is not None and (kept := self._kept_until - time.monotonic()) > 0:
+                self._cond.wait(kept)
             self._writing, self._staged, self._previous, self._error = True, None, None, None
             if self._install is InstallMode.IN_PLACE:
                 self._torn = True

@@ -9,7 +9,7 @@ flipped; padding that no weight fills keeps what the engine put there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,15 +31,25 @@ class Destinations:
         live: qualified name -> live tensor.
         copies: what the worker's loader writes; decides which tensors get a shadow.
         install: shadow or in_place.
+        unseen: names in `live` that no request reads, and that need no shadow therefore.
     """
 
-    def __init__(self, live: Mapping[str, torch.Tensor], copies: Sequence[RecordedCopy], install: InstallMode) -> None:
+    def __init__(
+        self,
+        live: Mapping[str, torch.Tensor],
+        copies: Sequence[RecordedCopy],
+        install: InstallMode,
+        unseen: Collection[str] = (),
+    ) -> None:
         self._live = {copy.param_name: live[copy.param_name].detach() for copy in copies}
-        self._copies = list(copies)
-        self._install = install
         self._buffers = self._live
+        self._flipped: list[RecordedCopy] = []
         if install is InstallMode.SHADOW:
-            self._buffers = {name: _mirror(tensor) for name, tensor in self._live.items()}
+            self._flipped = [copy for copy in copies if copy.param_name not in unseen]
+            shadow = {copy.param_name: _mirror(self._live[copy.param_name]) for copy in self._flipped}
+            self._buffers = {**self._live, **shadow}
+        self.keeps_previous = len(self._flipped) == len(copies)
+        """Whether the version before lies in the shadow after a flip."""
         self._blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
     @property
@@ -58,8 +68,6 @@ class Destinations:
     @torch.no_grad()
     def flip(self) -> None:
         """Exchange what lies in the shadow and what is visible; does nothing in place."""
-        if self._install is InstallMode.IN_PLACE:
-            return
         if self._blocks is None:
             self._blocks = self._make_blocks()
         for live, shadow, scratch in self._blocks:
@@ -70,7 +78,7 @@ class Destinations:
     def _make_blocks(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(live, shadow, scratch) of every region, cut along its first dimension."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for copy in self._copies:
+        for copy in self._flipped:
             live, shadow = copy.destination_view(self._live[copy.param_name]), self.view_of(copy)
             if live.numel() == 0:
                 continue

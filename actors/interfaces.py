@@ -75,7 +75,20 @@ class WeightTarget(ABC):
 
     @abstractmethod
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Qualified name -> the live tensor. Tensors keep their memory for the worker's life."""
+        """Qualified name -> the tensor that bytes end up in; each keeps its memory from one `record` to the next."""
+
+    def unseen(self) -> frozenset[str]:
+        """Keys of `tensors()` that no request ever reads: an engine that converts weights keeps them in the form of
+        the checkpoint beside its own. A pull may write them at any time; `install` brings them in.
+        """
+        return frozenset()
+
+    def install(self) -> None:  # noqa: B027  (most targets have nothing to convert)
+        """Every tensor holds the new version, and the engine holds still: make it the one that requests see.
+
+        Raises:
+            Exception: the worker is torn then, and not ready until the next version.
+        """
 
 
 def iter_groups(names: Sequence[str], group_lens: Sequence[int]) -> Iterator[tuple[int, tuple[str, ...]]]:

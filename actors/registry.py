@@ -414,12 +414,17 @@ class Registry(Operations):
         else:
             self._syncs.evict(consumer_id, fault, message)
 
-    async def installed(self, consumer_id: int, token: str, version: int, flips: int) -> None:
-        """A worker made a version visible; news of its `flips` flips may overtake each other."""
+    async def installed(
+        self, consumer_id: int, token: str, version: int, flips: int, failure: str | None = None
+    ) -> None:
+        """A worker made a version visible, or failed halfway; news of its `flips` flips may overtake each other."""
         member = self._check_consumer(consumer_id, token)
         if flips <= member.flips:
             return
         member.flips = flips
+        if failure is not None:
+            member.torn, member.staged_version, member.error = True, None, failure
+            return
         member.version, member.staged_version, member.error, member.torn = version, None, None, False
 
     async def explain(self, consumer_id: int, token: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weightsync.protocol.status import ServiceStatus, SyncReport
     from weightsync.service.api import ServiceHandle, ServiceNotFoundError, connect, list_services, start
+    from weightsync.service.fp8 import Fp8BlockTarget
     from weightsync.service.publisher import Publisher
     from weightsync.service.settings import Settings
     from weightsync.service.sources import DTensorSource, ModuleSource, StateDictSource
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "DTensorSource": "service.sources",
+    "Fp8BlockTarget": "service.fp8",
     "ModuleSource": "service.sources",
     "ModuleTarget": "service.targets",
     "Publisher": "service.publisher",
@@ -37,6 +39,7 @@ _MODULE_OF = {
 
 __all__ = [
     "DTensorSource",
+    "Fp8BlockTarget",
     "ModuleSource",
     "ModuleTarget",
     "Publisher",

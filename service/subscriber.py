@@ -67,6 +67,27 @@ class Subscriber:
         """
         return self._agent.sync(version, self._stall_timeout_s if timeout is None else timeout)
 
+    def stage(self, version: int | None = None, timeout: float | None = None) -> int:
+        """Wait as `sync` does, but leave the version beside the live weights, until `sync` flips it in or `release`
+        gives it up. Workers of one engine agree on a version so, before any of them flips.
+
+        Returns:
+            The version that `sync` will install.
+
+        Raises:
+            ValueError: with install="in_place" there is nothing to stage.
+            Exception: as `sync`.
+        """
+        return self._agent.stage(version, self._stall_timeout_s if timeout is None else timeout)
+
+    def release(self) -> None:
+        """A newer version may take the place of what was staged again. Idempotent."""
+        self._agent.release()
+
+    def confirm(self) -> None:
+        """Wait until the registry, and so `status`, knows which version is installed here."""
+        self._agent.confirm()
+
     def rollback(self) -> int:
         """Make the version before visible again (shadow mode), until the next `sync` finds a newer one.
 

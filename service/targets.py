@@ -18,7 +18,7 @@ from torch import nn
 from weightsync.actors.interfaces import WeightTarget
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
-from weightsync.protocol.record import module_prefixes, record_module
+from weightsync.protocol.record import Recording, module_prefixes, record_module
 from weightsync.protocol.views import describe_chain
 from weightsync.service.sources import dtensor_offset, is_dtensor
 
@@ -49,6 +49,10 @@ class ModuleTarget(WeightTarget):
             UnsupportedLayoutError: a weight goes somewhere else than into the module, or is changed afterwards.
             InvalidLayoutError: a parameter is filled in part only.
         """
+        return qualified(self._module, self.recording(manifest))
+
+    def recording(self, manifest: Mapping[str, tuple[str, tuple[int, ...]]]) -> Recording:
+        """What the loader does, and with which parameters it does nothing; raises as `record`."""
         recording = record_module(self._module, self._load_weights, manifest)
         if recording.unattributed:
             name, chain = recording.unattributed[0]
@@ -62,13 +66,18 @@ class ModuleTarget(WeightTarget):
                 f"{name!r} would be filled in part only: nothing is loaded into {hole} ({len(recording.partial)} such "
                 "parameters); publish the missing names, or set allow_partial"
             )
-        prefixes = module_prefixes(self._module)
-        return [replace(copy, param_name=prefixes[id(copy.module)] + copy.param_name) for copy in recording.copies]
+        return recording
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         named.update(self._module.named_buffers(remove_duplicate=False))
         return named
+
+
+def qualified(module: nn.Module, recording: Recording) -> list[RecordedCopy]:
+    """The copies with parameter names as seen from `module`, of which they were recorded."""
+    prefixes = module_prefixes(module)
+    return [replace(copy, param_name=prefixes[id(copy.module)] + copy.param_name) for copy in recording.copies]
 
 
 class StateDictTarget(WeightTarget):

@@ -158,7 +158,7 @@ class FaultyWorker:
         return self._seen
 
     def usage(self) -> dict[str, int]:
-        return usage() | {"registered_bytes": self._subscriber._agent._transport.registered_bytes}  # type: ignore[union-attr]
+        return usage() | {"registered_bytes": self._subscriber._agent._prepared.transport.registered_bytes}  # type: ignore[union-attr]
 
     def hold_at(self, point: str) -> None:
         """From now on the follower stops at this point of a pull."""
@@ -206,9 +206,9 @@ class FaultyWorker:
         agent = self._subscriber._agent
         pull, left = agent._pull, [times]
         assert pull is not None
-        assert agent._destinations is not None
+        assert agent._prepared.destinations is not None
         transport = pull._transport
-        landed = agent._destinations.buffers["embed.weight"].view(torch.uint8)
+        landed = agent._prepared.destinations.buffers["embed.weight"].view(torch.uint8)
         flipped: dict[int, int] = {}
 
         def flipping(original: Callable[..., Any], where: Callable[..., torch.Tensor]) -> Callable[..., Any]:
