@@ -15,12 +15,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.platforms import current_platform
 
 from weightsync.protocol.errors import UnsupportedLayoutError
@@ -67,7 +68,11 @@ def convert(layer: nn.Module) -> None:
         del layer._already_called_process_weights_after_loading
     method = getattr(layer, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
+        made_before = getattr(method, "moe_kernel", None)
         method.process_weights_after_loading(layer)
+        if isinstance(method, UnquantizedFusedMoEMethod) and made_before is not None:
+            # vLLM (0.32) leaves this out except at the first loading; on CPU it would compute with unpacked experts.
+            made_before.fused_experts.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):
         layer.update_param_tp_status()
 
@@ -123,7 +128,7 @@ def _put_back(
     unsaved: set[str],
     kept: Mapping[str, torch.Tensor],
 ) -> None:
-    for name in (*layer._parameters, *layer._buffers):
+    for name in get_layer_tensors(layer):
         delattr(layer, name)
     for name, tensor in parameters.items():
         layer.register_parameter(name, kept.get(name, tensor))

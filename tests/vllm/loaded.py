@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  calls of torch.accelerator do nothing from here on, as in a worker
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import get_model
 
 
@@ -31,10 +33,11 @@ def load(folder: Path, **arguments: Any) -> Loaded:
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True, **arguments}
     config = EngineArgs(model=str(folder), **options).create_engine_config()
     with set_current_vllm_config(config):
-        if not model_parallel_is_initialized():
+        if not torch.distributed.is_initialized():
             rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
             init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
-            initialize_model_parallel(1, 1)
+        destroy_model_parallel()  # models with experts need groups that others do not have
+        initialize_model_parallel(1, 1)
         return Loaded(get_model(vllm_config=config), config)
 
 
@@ -48,21 +51,31 @@ def behaviour(loaded: Loaded) -> dict[str, torch.Tensor]:
     for name, tensor in (*loaded.model.named_parameters(), *loaded.model.named_buffers()):
         if tensor.numel():
             seen[f"{name} itself"] = tensor.detach().clone()
+    for prefix, module in loaded.model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):  # what attention derives from other layers' weights
+                seen[f"{prefix}.{name} derived"] = value.clone()
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(loaded.config))
         stack.enter_context(set_forward_context(None, loaded.config))
         for name, module in loaded.model.named_modules():
-            if hasattr(module, "cpu_linear") and hasattr(module, "input_size_per_partition"):
-                given = torch.randn(3, module.input_size_per_partition, generator=generator).bfloat16()
+            if isinstance(module, LinearBase):
+                given = torch.randn(3, _width(module), generator=generator).bfloat16()
                 seen[f"{name} tried"] = _first(module(given)).clone()
         for name, module in loaded.model.named_modules():
-            if name:
+            if isinstance(module, AttentionLayerBase):  # leaves its output as it is if there is nothing to attend to
+                stack.callback(module.register_forward_hook(lambda module, given, made: made.zero_()).remove)
+            elif name:
                 stack.callback(module.register_forward_hook(_noting(seen, name)).remove)
         tokens = torch.arange(7) * 31 % 250
         hidden = loaded.model(tokens, torch.arange(7), None)
         seen["logits"] = loaded.model.compute_logits(_first(hidden)).clone()
     return seen
+
+
+def _width(module: LinearBase) -> int:
+    return getattr(module, "input_size_per_partition", module.input_size)
 
 
 def _noting(seen: dict[str, torch.Tensor], name: str) -> Any:

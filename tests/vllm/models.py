@@ -53,15 +53,10 @@ def _deepseek_v2() -> Any:
     return hf.DeepseekV2Config(**{**_SIZES, **heads, **parts, **experts, **grouping})
 
 
-_OLDER_NAMES = {"vocab_size": 250, "n_positions": 512, "n_embd": 128, "n_layer": 2, "n_head": 4}
-
-
 def _gpt2() -> Any:
-    return hf.GPT2Config(**_OLDER_NAMES, bos_token_id=1, eos_token_id=2)
-
-
-def _gpt_bigcode() -> Any:
-    return hf.GPTBigCodeConfig(**_OLDER_NAMES, multi_query=True, bos_token_id=1, eos_token_id=2)
+    return hf.GPT2Config(
+        vocab_size=250, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+    )
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -72,7 +67,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "gpt2": _gpt2,
-    "gpt_bigcode": _gpt_bigcode,
 }
 
 
