@@ -40,3 +40,10 @@ def reachable(cluster: None) -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     yield
     del os.environ["RAY_ADDRESS"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An engine takes half a minute to start here, and some tests start four."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
