@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from helpers import RowSource, equal, model
+from helpers import RowSource, equal, model, start_registry
 
 from weightsync.actors.staged_pull import StagedPull
 from weightsync.actors.transport import ReadHungError
@@ -283,11 +283,13 @@ class Scene:
         install: str = "shadow",
         mode: str = "live",
         service: ServiceHandle | None = None,
+        http: bool = False,
         **settings: object,
     ) -> None:
-        """In a service of its own with these settings, or in one that runs."""
+        """In a service of its own with these settings, with an ingress if `http` says so, or in one that runs."""
         defaults = {"http_port": 0, "long_poll_s": 1.0, "lease_s": 20.0, "stall_timeout_s": 60.0}
-        self.service = service or start(
+        begin = start if http else start_registry
+        self.service = service or begin(
             f"f{secrets.token_hex(3)}",
             settings=Settings(**{**defaults, **settings}),  # type: ignore[arg-type]
         )

@@ -208,7 +208,7 @@ def test_services_run_side_by_side_and_a_second_start_attaches(
 
 
 def test_http_says_what_the_registry_says(make_service: Callable[..., ServiceHandle]) -> None:
-    service = make_service()
+    service = make_service(http=True)
     url = service.status().http_url
     assert url is not None
     base = url.rstrip("/")
