@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -19,3 +20,11 @@ err = Console(stderr=True, highlight=False)
 
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def warn_of_variables() -> None:
+    """Name what is set in the environment and has no effect; for commands that read settings."""
+    from weightsync.service.settings_variables import warnings
+
+    for warning in warnings(os.environ):
+        err.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)

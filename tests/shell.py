@@ -15,7 +15,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-MARK = "WEIGHTSYNC_TEST_MARK"
+MARK = "TEST_MARK_OF_WEIGHTSYNC"
 
 
 class Shell:
