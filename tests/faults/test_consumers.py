@@ -22,12 +22,13 @@ VERIFY = {"starting": "off", "pulling": "off", "freeing": "full"}
 """Point of a sync -> setting it exists with: workers that only read memory send no free signals."""
 
 
+# One moment stands for all in the default run; between free signals `test_packs` kills a worker.
 @pytest.mark.parametrize(
     ("install", "point"),
     [
-        ("shadow", "starting"),
         ("shadow", "pulling"),
-        ("shadow", "freeing"),
+        pytest.param("shadow", "starting", marks=pytest.mark.slow),
+        pytest.param("shadow", "freeing", marks=pytest.mark.slow),
         pytest.param("in_place", "pulling", marks=pytest.mark.slow),
         pytest.param("in_place", "starting", marks=pytest.mark.slow),
         pytest.param("in_place", "freeing", marks=pytest.mark.slow),
@@ -262,7 +263,11 @@ def test_an_engine_is_paused_for_an_install_only_and_stays_so_only_while_it_is_t
     ("verify", "ranks_wait"),
     [
         ("off", "trainer ranks 0, 1 wait until worker w1 has read version"),
-        ("full", "trainer rank 0 waits for free signals: group 0 by worker w1; group 1 by worker w1"),
+        pytest.param(
+            "full",
+            "trainer rank 0 waits for free signals: group 0 by worker w1; group 1 by worker w1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(
