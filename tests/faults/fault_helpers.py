@@ -389,5 +389,11 @@ def usage() -> dict[str, int]:
     return {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
 
 
+def ingress_processes(service: str) -> list[psutil.Process]:
+    """Serve's replicas for a service of this name, on any Ray of this machine."""
+    title = f"ServeReplica:weightsync-{service}:ingress"
+    return [p for p in psutil.process_iter(["cmdline"]) if title in " ".join(p.info["cmdline"] or ())]
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
