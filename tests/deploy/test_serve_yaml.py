@@ -1,4 +1,4 @@
-"""Services on a cluster of its own, from a file and from a driver: redeploys, killed ingresses and drivers cost nothing."""
+"""Services on a cluster of its own, from a file and a driver: redeploys, killed ingresses and drivers cost nothing."""
 
 from __future__ import annotations
 
