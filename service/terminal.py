@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 Name = Annotated[str, typer.Option("--name", "-n", help="service name")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray address; default: the running cluster")]
@@ -27,4 +28,4 @@ def warn_of_variables() -> None:
     from weightsync.service.settings_variables import warnings
 
     for warning in warnings(os.environ):
-        err.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
+        err.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
