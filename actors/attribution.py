@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.actors.epochs import ConsumerMember, Epoch
+from weightsync.protocol.amounts import format_bytes
 from weightsync.protocol.ledger import LedgerSnapshot
 from weightsync.protocol.messages import ConsumerState
 
@@ -63,9 +64,10 @@ def explain_consumer(member: ConsumerMember, now: float) -> str:
     if member.state is not ConsumerState.PULLING:
         waits = "its `sync` call, to write in place" if member.writes_live else "its follower to begin"
         return f"worker {member.worker} has not begun to pull: waiting for {waits} ({quiet})"
+    done, total = format_bytes(member.bytes_done), format_bytes(member.facts.bytes_total)
     return (
-        f"worker {member.worker} is pulling: {member.bytes_done} of {member.facts.bytes_total} bytes are in place, "
-        f"waiting for {member.waits_for or 'its first reads'} ({quiet})"
+        f"worker {member.worker} is pulling: {done} of {total} are in place, waiting for "
+        f"{member.waits_for or 'its first reads'} ({quiet})"
     )
 
 

@@ -48,7 +48,7 @@ class ConsumerMember:
     torn: bool = False
     """An attempt to pull into the live parameters failed; no whole version has been installed since."""
 
-    def status(self, lag: tuple[int, float] = (0, 0.0)) -> ConsumerStatus:
+    def status(self, lag: tuple[int, float]) -> ConsumerStatus:
         """Args: `lag`, (versions, seconds) it is behind."""
         return ConsumerStatus(
             worker=self.worker,

@@ -69,15 +69,13 @@ class Operations:
             paused=self._syncs.paused,
             epoch=self._syncs.status(),
             producers=[member.status() for _, member in sorted(self._syncs.producers.members.items())],
-            consumers=[
-                member.status(self._chronicle.lag(member.version, member.joined_at, now))
-                for _, member in sorted(self._syncs.consumers.members.items())
-            ],
+            consumers=[self._told(member, now) for _, member in sorted(self._syncs.consumers.members.items())],
             events=self._chronicle.count,
             syncs_committed=self._syncs.syncs_committed,
             syncs_aborted=self._syncs.syncs_aborted,
             last_report=self._syncs.last_report,
             last_error=self._syncs.last_error,
+            last_error_at=self._syncs.last_error_at,
             links=[LinkStatus(**asdict(link), **asdict(costs)) for link, costs in self._links.items()],
         )
 
@@ -112,8 +110,7 @@ class Operations:
         Raises:
             UnknownMemberError: no such worker.
         """
-        member = self._member(worker)
-        return member.status(self._chronicle.lag(member.version, member.joined_at, time.time()))
+        return self._told(self._member(worker), time.time())
 
     async def news(self, after: int | None, wait_s: float) -> News:
         """Long poll: events numbered above `after`, at the latest after `wait_s` seconds; none may have happened.
@@ -126,13 +123,13 @@ class Operations:
             await self._parked.until(
                 lambda: self._closing or self._chronicle.count > after, time.monotonic() + wait_s, lambda: "news"
             )
-        epoch, members = self._syncs.status(), self._syncs.consumers.members
+        epoch, members, now = self._syncs.status(), self._syncs.consumers.members, time.time()
         live = sorted(self._syncs.epoch.live) if self._syncs.epoch is not None and epoch is not None else []
         return News(
             number=self._chronicle.count,
             events=self._chronicle.events(after),
             epoch=epoch,
-            consumers=[members[cid].status() for cid in live if cid in members],
+            consumers=[self._told(members[cid], now) for cid in live if cid in members],
         )
 
     async def abort(self, version: int, reason: str) -> None:
@@ -172,6 +169,10 @@ class Operations:
         if self._syncs.paused is not None:
             self._syncs.paused = None
             self._chronicle.note(EventKind.RESUMED, "publishing goes on")
+
+    def _told(self, member: ConsumerMember, now: float) -> ConsumerStatus:
+        """A worker with how far it is behind; only the chronicle knows what was committed when."""
+        return member.status(self._chronicle.lag(member.version, member.joined_at, now))
 
     def _member(self, worker: str) -> ConsumerMember:
         member = self._syncs.consumers.by_name(worker)

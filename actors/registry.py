@@ -113,7 +113,7 @@ class Registry(Operations):
         try:
             self._syncs.producers.add(member, self._syncs.consumers.ids_given)
         except WeightsyncError as error:
-            self._syncs.last_error = str(error)
+            self._syncs.note_error(error)
             self._chronicle.refused("producer", f"trainer rank {registration.rank}", error)
             self._syncs.end_gathering(f"rank {registration.rank} was refused: {error}")
             raise

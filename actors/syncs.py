@@ -70,6 +70,8 @@ class Syncs:
         self.syncs_aborted = 0
         self.last_report: SyncReport | None = None
         self.last_error: str | None = None
+        self.last_error_at: float | None = None
+        """Seconds since 1970."""
         self.recovered_at = 0.0
 
     async def why(self) -> list[str]:
@@ -144,7 +146,7 @@ class Syncs:
         try:
             await self.parked.until(lambda: not planning(), grace, lambda: f"workers {planning()} to plan")
         except StallError as error:
-            self.last_error = str(error)
+            self.note_error(error)
         await self.parked.until(
             lambda: self.consumers.able >= self.options.min_consumers, deadline, self.consumers_wanted
         )
@@ -155,10 +157,14 @@ class Syncs:
             f" ({'; '.join(failed)})" if failed else ""
         )
 
+    def note_error(self, error: object) -> None:
+        """Kept until the next one, with its time: whoever reads it must see whether a version came after it."""
+        self.last_error, self.last_error_at = str(error), time.time()
+
     def give_up(self, gathering: Gathering, error: WeightsyncError) -> None:
         if not gathering.decided:
             gathering.error = error
-            self.last_error = str(error)
+            self.note_error(error)
         if self.gathering is gathering:
             self.gathering = None
         self.parked.notify()
@@ -214,7 +220,7 @@ class Syncs:
             return
         epoch.close(EpochState.ABORTED, reason)
         self.syncs_aborted += 1
-        self.last_error = self.aborted_text(epoch)
+        self.note_error(self.aborted_text(epoch))
         for actor in self._partners(epoch):
             actor.fail.remote(self.aborted_text(epoch))
         self.chronicle.aborted(epoch, fault)

@@ -58,8 +58,9 @@ def settings_table() -> str:
         "# Settings\n\n" + _MADE + "Arguments of `Settings(...)`, or of `settings:` in a Serve config file, win over "
         "environment variables (`WEIGHTSYNC_` and the name in capitals; lists and mappings as JSON), those over the "
         "YAML file that `WEIGHTSYNC_SETTINGS_FILE` names, that over the defaults. An unknown name in arguments or file "
-        "and a wrong value anywhere are refused by name. `weightsync settings` shows what is set here. Durations are "
-        "seconds, sizes bytes.\n\n| setting | default | meaning |\n| --- | --- | --- |\n" + rows
+        "and a wrong value anywhere are refused by name; a variable of that prefix that is no setting is named by `up` "
+        "and `settings`, and has no effect. `weightsync settings` shows what is set here. Durations are seconds, sizes "
+        "bytes.\n\n| setting | default | meaning |\n| --- | --- | --- |\n" + rows
     )
 
 

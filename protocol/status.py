@@ -206,5 +206,6 @@ class ServiceStatus(_Report):
     syncs_aborted: int
     last_report: SyncReport | None
     last_error: str | None
+    last_error_at: float | None = Field(None, description="when that was, in seconds since 1970")
     events: int = Field(0, description="number of the newest event")
     links: list[LinkStatus] = Field(default_factory=list, description="measured costs, by pair of nodes")

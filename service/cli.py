@@ -16,7 +16,7 @@ from rich.console import Console
 
 from weightsync.protocol.errors import WeightsyncError
 from weightsync.service.operate import COMMANDS, watch
-from weightsync.service.terminal import Address, Json, Name, err, print_json
+from weightsync.service.terminal import Address, Json, Name, err, print_json, warn_of_variables
 
 app = typer.Typer(
     help="Weight synchronisation for RL post-training on Ray.",
@@ -69,6 +69,7 @@ def up(
     from weightsync.service.local_ray import ensure_cluster, stop_launched_cluster
     from weightsync.service.settings import Settings
 
+    warn_of_variables()
     given = {"transport": transport, "http_host": http_host, "http_port": http_port}
     settings = Settings(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
     check_name(name)

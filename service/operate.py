@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from weightsync.service.terminal import Address, Json, Name, err, print_json
+from weightsync.service.terminal import Address, Json, Name, err, print_json, warn_of_variables
 
 Reason = Annotated[str, typer.Option("--reason", "-r", help="said to everybody it concerns")]
 _BY_HAND = "by hand, from the command line"
@@ -111,6 +111,7 @@ def settings(json_output: Json = False) -> None:
     from weightsync.service.settings import Settings
     from weightsync.service.settings_view import describe, render_settings
 
+    warn_of_variables()
     rows = describe(Settings())
     if json_output:
         print_json(rows)

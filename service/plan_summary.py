@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.protocol.cost_model import LinkCosts, RunShape, Strategy, choose, predict, spans
 from weightsync.protocol.dtypes import dtype_from_name, dtype_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
@@ -28,7 +29,6 @@ from weightsync.protocol.plan_cache import PlanCache
 from weightsync.protocol.segments import PullPlanner, Runs, bounce_copy
 from weightsync.protocol.shards import Source, SourceShard
 from weightsync.service.layout_names import Shape, layout_by_name
-from weightsync.service.status_view import format_bytes
 from weightsync.service.targets import ModuleTarget
 
 MODEL_SIZES = ("tiny", "small", "base")

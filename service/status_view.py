@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.protocol.messages import EpochState
 from weightsync.protocol.status import PHASES, ConsumerStatus, ServiceStatus, VersionRecord
 
@@ -30,15 +31,6 @@ def render(status: ServiceStatus) -> RenderableType:
     if status.last_error:
         parts.append(Text(f"last error: {status.last_error}", style="red"))
     return Group(*parts)
-
-
-def format_bytes(nbytes: float) -> str:
-    """Decimal units, as links are rated in."""
-    for unit in ("B", "kB", "MB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} GB"
 
 
 def format_time(seconds: float) -> str:

@@ -14,9 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.protocol.status import ConsumerStatus, Event, News, ServiceStatus
 from weightsync.service.api import ServiceHandle, ServiceNotFoundError
-from weightsync.service.status_view import format_bytes, format_time, render
+from weightsync.service.status_view import format_time, render
 
 _EVENTS_SHOWN = 8
 _REFRESH_S = 0.5

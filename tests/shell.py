@@ -14,8 +14,14 @@ from uuid import uuid4
 
 import psutil
 import pytest
+import ray
 
-MARK = "WEIGHTSYNC_TEST_MARK"
+MARK = "TEST_MARK_OF_WEIGHTSYNC"
+
+
+def attached() -> dict[str, str]:
+    """What another process needs in its environment to join the Ray that this one is connected to."""
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"}
 
 
 class Shell:
@@ -32,6 +38,11 @@ class Shell:
         }
         self.environment.pop("RAY_ADDRESS", None)
         self.shared_memory = set(os.listdir("/dev/shm"))
+
+    def attach(self) -> None:
+        """From now on commands join the Ray that this process is connected to."""
+        del self.environment["RAY_TMPDIR"]
+        self.environment |= attached()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.service.bench import run as bench
 from weightsync.service.bench.results import BenchResult, CaseResult, Row
 from weightsync.service.bench.statistics import Spread
-from weightsync.service.status_view import format_bytes
 
 HEADINGS = ("way", "s", "GB/s", "of bare", "p25-p75", "memory")
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.protocol.status import ServiceStatus, SyncReport
 from weightsync.service.demo.results import DemoResult, VersionResult
-from weightsync.service.status_view import format_bytes
 
 
 class DemoView:

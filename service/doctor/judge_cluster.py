@@ -169,13 +169,19 @@ def judge_service(name: str, status: ServiceStatus | None, error: str | None = N
         f"answers; {newest}, {len(status.producers)} trainer ranks, {len(status.consumers)} workers, transport "
         f"{status.transport}"
     )
-    if status.last_error:
+    if status.last_error and not _overcome(status):
         return check(
             status=Finding.WARNING,
-            detail=f"{detail}; last error, which may be long past: {status.last_error}",
+            detail=f"{detail}; last error, and no version since: {status.last_error}",
             remedy=f"`weightsync status --name {name}` shows the members; `--why` who waits for whom in a running sync",
         )
     return check(status=Finding.OK, detail=detail)
+
+
+def _overcome(status: ServiceStatus) -> bool:
+    """Whether a version was committed after the last error: what it was about is over."""
+    committed_at, failed_at = status.committed_at, status.last_error_at
+    return committed_at is not None and failed_at is not None and committed_at > failed_at
 
 
 def _some(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.service.doctor.facts import NodeFacts
 from weightsync.service.doctor.report import Check, Finding
 from weightsync.service.doctor.thresholds import (
@@ -18,7 +19,6 @@ from weightsync.service.doctor.thresholds import (
     LEAST_SHARED_MEMORY_BYTES,
     UNRELEASED_ON_ROCM,
 )
-from weightsync.service.status_view import format_bytes
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _UNRELEASED = "UCX_RCACHE_MAX_UNRELEASED"

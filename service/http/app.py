@@ -42,7 +42,7 @@ class Why(BaseModel):
 
     why: list[str] = Field(
         description="one line for each member that holds a sync up; empty if none runs",
-        examples=[["worker w1 is pulling: 0 of 4016 bytes are in place, waiting for its first reads"]],
+        examples=[["worker w1 is pulling: 0 B of 4.0 kB are in place, waiting for its first reads"]],
     )
 
 

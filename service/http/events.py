@@ -50,8 +50,9 @@ class Streams:
             while True:
                 for event in news.events:
                     yield ServerSentEvent(event.model_dump_json(), event="event", id=str(event.number))
-                changed = [c for c in news.consumers if known.get(c.worker) != c]
-                known = {c.worker: c for c in news.consumers}
+                now = {c.worker: _timeless(c) for c in news.consumers}
+                changed = [c for c in news.consumers if known.get(c.worker) != now[c.worker]]
+                known = now
                 progress = _progress(news, changed)
                 if progress != shown:
                     yield ServerSentEvent(progress, event="progress")
@@ -66,6 +67,11 @@ class Streams:
 async def _news(registry: RegistryGateway, after: int | None, wait_s: float) -> News:
     news: News = await registry.ask("news", after, wait_s, within_s=wait_s + ANSWERS_WITHIN_S)
     return news
+
+
+def _timeless(consumer: ConsumerStatus) -> ConsumerStatus:
+    """Without what grows by itself, which is no change worth a message."""
+    return consumer.model_copy(update={"lag_seconds": 0.0})
 
 
 def _progress(news: News, changed: list[ConsumerStatus]) -> str:

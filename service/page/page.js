@@ -15,7 +15,7 @@
   const quietS = Number(root.dataset.quietS);
   const token = new URLSearchParams(location.search).get("token");
 
-  // -- words: the same as in words.py and status_view.py
+  // -- words: the same as in words.py and protocol/amounts.py
 
   function duration(seconds) {
     seconds = Math.max(0, seconds);

@@ -16,11 +16,11 @@ from urllib.parse import quote
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
+from weightsync.protocol.amounts import format_bytes
 from weightsync.protocol.status import Event, ServiceStatus, VersionRecord
 from weightsync.service.page import rows
 from weightsync.service.page.headline import QUIET_S, Headline, PageState, headline
 from weightsync.service.page.words import age, clock, counted, duration, some, stamp
-from weightsync.service.status_view import format_bytes
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (

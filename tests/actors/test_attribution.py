@@ -37,10 +37,10 @@ def explain(
 
 def test_a_pull_says_how_far_it_is_and_since_when() -> None:
     pulling = {"state": ConsumerState.PULLING, "waits_for": "reads of group 3"}
-    slow = member("w0", 0, bytes_done=10, facts=PlanFacts(40, needs_producers=False), **pulling)
+    slow = member("w0", 0, bytes_done=10_000_000, facts=PlanFacts(4_000_000_000, needs_producers=False), **pulling)
     text = explain([slow], {})
     assert (
-        "worker w0 is pulling: 10 of 40 bytes are in place, waiting for reads of group 3 (last moved 10.0 s ago)"
+        "worker w0 is pulling: 10.0 MB of 4.00 GB are in place, waiting for reads of group 3 (last moved 10.0 s ago)"
         in text
     )
 

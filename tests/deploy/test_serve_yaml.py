@@ -1,4 +1,4 @@
-"""`serve deploy deploy/serve.yaml` on a cluster of its own, and what survives a redeploy and a killed ingress."""
+"""Services on a cluster of its own, from a file and a driver: redeploys, killed ingresses and drivers cost nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from fault_helpers import ingress_processes
 
 from weightsync.service.ports import free_port
 from weightsync.service.serving import Application
@@ -66,6 +67,17 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def ingress_processes(self) -> list[psutil.Process]:
+        """Serve's replicas here; other clusters of this machine may have some of the same name."""
+
+        def is_ours(process: psutil.Process) -> bool:
+            try:
+                return process.environ().get("RAY_TMPDIR") == str(self.folder)
+            except psutil.Error:
+                return False
+
+        return [process for process in ingress_processes("default") if is_ours(process)]
+
     def stop(self) -> None:
         parent = psutil.Process(self.head.pid)
         family = [parent, *parent.children(recursive=True)]
@@ -114,6 +126,14 @@ class Driver:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+STARTER = """
+import sys, time
+import weightsync.service as ws
+ws.start("default", settings=ws.Settings(http_port=int(sys.argv[1])))
+time.sleep(600)
+"""
 
 
 def config(port: int, min_consumers: int = 1) -> dict[str, Any]:
@@ -170,7 +190,7 @@ def test_a_redeploy_or_a_killed_ingress_in_a_running_sync_costs_nothing(cluster_
         assert driver.tell("go") == {"version": held, "installed": ["w0", "w1"]}
 
         held = driver.tell("hold")["held"]
-        replicas = [p for p in psutil.process_iter() if _is_ingress(p, cluster_of_its_own)]
+        replicas = cluster_of_its_own.ingress_processes()
         assert len(replicas) == 2
         for replica in replicas:
             replica.kill()
@@ -187,10 +207,31 @@ def test_a_redeploy_or_a_killed_ingress_in_a_running_sync_costs_nothing(cluster_
     await_health(url, healthy=False)
 
 
-def _is_ingress(process: psutil.Process, cluster: Cluster) -> bool:
+def test_the_driver_that_started_a_service_may_be_killed_in_a_running_sync(cluster_of_its_own: Cluster) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(port)], env=cluster_of_its_own.environment)
+    driver = None
     try:
-        return "ServeReplica:weightsync-default:ingress" in " ".join(process.cmdline()) and process.environ().get(
-            "RAY_TMPDIR"
-        ) == str(cluster.folder)
-    except psutil.Error:
-        return False
+        await_health(url)
+        driver = Driver(cluster_of_its_own)
+        registry = httpx.get(f"{url}/v1/status").json()["registry_pid"]
+        held = driver.tell("hold")["held"]
+        starter.kill()
+        starter.wait()
+        assert json.loads(cluster_of_its_own.run("weightsync", "status", "--json"))["epoch"]["version"] == held
+        assert f"Version {held} on its way" in httpx.get(f"{url}/").text
+        assert 'weightsync_sync_running{service="default"} 1.0' in httpx.get(f"{url}/metrics").text
+        assert driver.tell("go") == {"version": held, "installed": ["w0", "w1"]}
+        assert driver.tell("sync") == {"version": held + 1, "installed": ["w0", "w1"]}
+        status = httpx.get(f"{url}/v1/status").json()
+        assert status["registry_pid"] == registry, "the same registry through it all"
+        assert [c["version"] for c in status["consumers"]] == [held + 1, held + 1]
+        assert f'weightsync_newest_version{{service="default"}} {held + 1}.0' in httpx.get(f"{url}/metrics").text
+        assert f"All workers are on version {held + 1}" in httpx.get(f"{url}/").text
+    finally:
+        starter.kill()
+        starter.wait()
+        if driver is not None:
+            driver.close()
+    cluster_of_its_own.run("weightsync", "down")

@@ -1,21 +1,11 @@
-"""Makes `fault_helpers` importable here and in the actors these tests spawn."""
+"""Scenes of trainers and workers that tests of faults share."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import pytest
-import ray
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 import fault_helpers
-import helpers
-
-ray.cloudpickle.register_pickle_by_value(helpers)
-ray.cloudpickle.register_pickle_by_value(fault_helpers)
+import pytest
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +18,26 @@ def scenes(cluster: None) -> Iterator[dict[str, fault_helpers.Scene]]:
 
 
 @pytest.fixture
-def scene(scenes: dict[str, fault_helpers.Scene]) -> Callable[..., fault_helpers.Scene]:
-    """A scene with these options and exactly `workers` workers, w0 and up, each of them at the newest version."""
+def scene(scenes: dict[str, fault_helpers.Scene], request: pytest.FixtureRequest) -> Callable[..., fault_helpers.Scene]:
+    """A scene with these options and exactly `workers` workers, w0 and up, each of them at the newest version.
+
+    Without options it is the one that all modules share.
+    """
 
     def build(workers: int = 2, **options: object) -> fault_helpers.Scene:
-        key = repr(sorted({"install": "shadow", "mode": "live", "verify": "off", **options}.items()))
-        if key not in scenes:
-            scenes[key] = fault_helpers.Scene(**options)  # type: ignore[arg-type]
-        scenes[key].set_workers(workers)
-        return scenes[key]
+        given = {name: value for name, value in options.items() if _DEFAULTS.get(name) != value}
+        key = repr(sorted(given.items()))
+        if not given:
+            made: fault_helpers.Scene = request.getfixturevalue("shared_scene")
+        elif key not in scenes:
+            made = scenes[key] = fault_helpers.Scene(**given)  # type: ignore[arg-type]
+        else:
+            made = scenes[key]
+        made.set_workers(workers)
+        return made
 
     return build
+
+
+_DEFAULTS = {"install": "shadow", "mode": "live", "transport": "nixl", "verify": "off"}
+"""Options that need not be given."""

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from helpers import RowSource, equal, model
+from helpers import RowSource, equal, model, start_registry
 
 from weightsync.actors.staged_pull import StagedPull
 from weightsync.actors.transport import ReadHungError
@@ -283,11 +283,13 @@ class Scene:
         install: str = "shadow",
         mode: str = "live",
         service: ServiceHandle | None = None,
+        http: bool = False,
         **settings: object,
     ) -> None:
-        """In a service of its own with these settings, or in one that runs."""
+        """In a service of its own with these settings, with an ingress if `http` says so, or in one that runs."""
         defaults = {"http_port": 0, "long_poll_s": 1.0, "lease_s": 20.0, "stall_timeout_s": 60.0}
-        self.service = service or start(
+        begin = start if http else start_registry
+        self.service = service or begin(
             f"f{secrets.token_hex(3)}",
             settings=Settings(**{**defaults, **settings}),  # type: ignore[arg-type]
         )
@@ -343,7 +345,7 @@ class Scene:
         return report
 
     def check_rank_1_is_replaced(self, moment: str, within_s: float) -> None:
-        """Of four ranks, two and two with the same: rank 1 is killed while workers are held at a moment of a sync."""
+        """Of ranks of which two and two hold the same, 1 is killed while workers are held at a moment of a sync."""
         for worker in self.workers.values():
             ray.get(worker.hold_at.remote(moment))
         pid = ray.get(self.trainers[1].pid.remote())
@@ -352,7 +354,7 @@ class Scene:
         kill(pid)
         died = time.monotonic()
         ray.get([w.go_on.remote() for w in self.workers.values()])
-        for rank in (0, 2, 3):
+        for rank in set(range(len(self.trainers))) - {1}:
             report, _ = ray.get(publishing[rank], timeout=within_s)
             assert (report.installed, report.evicted, report.lost_ranks) == (["w0", "w1"], [], [1])
         assert time.monotonic() - died < within_s
@@ -385,6 +387,12 @@ def usage() -> dict[str, int]:
     """What this process holds now."""
     process = psutil.Process()
     return {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
+
+
+def ingress_processes(service: str) -> list[psutil.Process]:
+    """Serve's replicas for a service of this name, on any Ray of this machine."""
+    title = f"ServeReplica:weightsync-{service}:ingress"
+    return [p for p in psutil.process_iter(["cmdline"]) if title in " ".join(p.info["cmdline"] or ())]
 
 
 def kill(pid: int) -> None:

@@ -22,12 +22,13 @@ VERIFY = {"starting": "off", "pulling": "off", "freeing": "full"}
 """Point of a sync -> setting it exists with: workers that only read memory send no free signals."""
 
 
+# One moment stands for all in the default run; between free signals `test_packs` kills a worker.
 @pytest.mark.parametrize(
     ("install", "point"),
     [
-        ("shadow", "starting"),
         ("shadow", "pulling"),
-        ("shadow", "freeing"),
+        pytest.param("shadow", "starting", marks=pytest.mark.slow),
+        pytest.param("shadow", "freeing", marks=pytest.mark.slow),
         pytest.param("in_place", "pulling", marks=pytest.mark.slow),
         pytest.param("in_place", "starting", marks=pytest.mark.slow),
         pytest.param("in_place", "freeing", marks=pytest.mark.slow),
@@ -132,7 +133,7 @@ def test_a_worker_that_stands_still_is_evicted_long_before_its_lease_and_fenced(
     assert seconds < 10.0 + QUICK_S
     assert (report.installed, report.evicted) == (["w0"], ["w1"])
     ray.get(s.workers["w1"].go_on.remote())
-    without = f"version {s.version} .* was committed without worker 'w1': it stalled: worker w1 is pulling: 0 of 4016"
+    without = f"version {s.version} .* was committed without worker 'w1': it stalled: worker w1 is pulling: 0 B of"
     with pytest.raises(ray.exceptions.RayTaskError, match=without):
         ray.get(s.workers["w1"].sync.remote(s.version, 10.0))
     assert ray.get(s.workers["w1"].state.remote()) == (s.version - 1, True)
@@ -192,7 +193,7 @@ def test_when_nobody_moves_the_sync_is_given_up_saying_who_waits_for_whom(
         ray.get(worker.hold_at.remote("pulling"))
     publishing = s.publish()
     for publish in publishing:
-        nothing = r"nothing moved for 8 s: worker w0 is pulling: 0 of 4016 bytes"
+        nothing = r"nothing moved for 8 s: worker w0 is pulling: 0 B of 4.0 kB"
         with pytest.raises(ray.exceptions.RayTaskError, match=nothing) as stalled:
             ray.get(publish, timeout=10.0 + QUICK_S)
         assert ranks_wait in str(stalled.value)
@@ -262,7 +263,11 @@ def test_an_engine_is_paused_for_an_install_only_and_stays_so_only_while_it_is_t
     ("verify", "ranks_wait"),
     [
         ("off", "trainer ranks 0, 1 wait until worker w1 has read version"),
-        ("full", "trainer rank 0 waits for free signals: group 0 by worker w1; group 1 by worker w1"),
+        pytest.param(
+            "full",
+            "trainer rank 0 waits for free signals: group 0 by worker w1; group 1 by worker w1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(
@@ -274,7 +279,7 @@ def test_a_late_joiner_plans_while_a_sync_runs_and_takes_part_in_the_next(
     assert ray.get(s.workers["w1"].reached.remote())
     s.workers["w2"] = s.worker("w2")
     why = "\n".join(s.service.why())
-    assert "worker w1 is pulling: 0 of 4016 bytes are in place" in why
+    assert "worker w1 is pulling: 0 B of 4.0 kB are in place" in why
     assert ranks_wait in why
     assert "workers w0 hold version" in why
     ray.get(s.workers["w1"].go_on.remote())

@@ -1,29 +1,12 @@
-"""One service with trainers and workers that can be held at a point of a sync, and a client of its HTTP face."""
+"""The shared service with trainers and workers that can be held at a point of a sync, and a client of its HTTP face."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import fault_helpers
 import httpx
 import pytest
-import ray
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-import fault_helpers
-import helpers
-
-ray.cloudpickle.register_pickle_by_value(helpers)
-ray.cloudpickle.register_pickle_by_value(fault_helpers)
-
-
-@pytest.fixture(scope="session")
-def shared_scene(cluster: None) -> Iterator[fault_helpers.Scene]:
-    made = fault_helpers.Scene()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_short_tokens_are_refused_by_name_and_never_shown() -> None:
 
 
 def test_a_service_with_tokens_lets_in_who_has_one(make_service) -> None:  # type: ignore[no-untyped-def]
-    service = make_service(http_read_tokens=[READ], http_operate_tokens=[OPERATE])
+    service = make_service(http=True, http_read_tokens=[READ], http_operate_tokens=[OPERATE])
     with httpx.Client(base_url=service.status().http_url, timeout=30.0) as client:
         assert client.get("/healthz").status_code == 200
         for path in ("/v1/status", "/metrics", "/sd", "/v1/events", "/v1/versions"):

@@ -61,7 +61,7 @@ def hold(scene: Scene, *names: str) -> list[Any]:
 def test_a_running_sync_is_explained_and_aborted(scene: Scene, client: httpx.Client) -> None:
     publishing = hold(scene, "w1")
     why = client.get("/v1/why").json()["why"]
-    assert any("worker w1 is pulling: 0 of 4016 bytes" in line for line in why)
+    assert any("worker w1 is pulling: 0 B of 4.0 kB" in line for line in why)
     epoch = client.get("/v1/status").json()["epoch"]
     assert (epoch["version"], epoch["waiting_for"]) == (scene.version, ["worker w1"])
     assert 0 < epoch["progress"] < 1
@@ -148,10 +148,19 @@ class Listener:
                         self.messages.append((kind, json.loads(value)))
                         self.changed.notify_all()
 
+    def told(self) -> list[dict[str, Any]]:
+        """Workers of running syncs, message after message; each has those that changed."""
+        messages = [data["consumers"] for kind, data in self.messages if kind == "progress"]
+        return [consumer for consumers in messages for consumer in consumers]
+
+    def silent_about_workers(self, count: int) -> bool:
+        """Whether the last `count` progress messages of a running sync name none."""
+        messages = [data for kind, data in self.messages if kind == "progress" and data["epoch"]]
+        return len(messages) >= count and not any(data["consumers"] for data in messages[-count:])
+
     def bytes_done(self) -> dict[str, int]:
-        """Of the workers of the running sync, as far as told; a message has those that changed."""
-        told = [data["consumers"] for kind, data in self.messages if kind == "progress"]
-        return {c["worker"]: c["bytes_done"] for consumers in told for c in consumers}
+        """Of the workers of the running sync, as far as told."""
+        return {c["worker"]: c["bytes_done"] for c in self.told()}
 
     def wait_for(self, message: str, **values: Any) -> Any:
         """The first message of this type with these values."""
@@ -180,6 +189,25 @@ def test_events_are_streamed_with_progress_and_none_is_lost_on_the_way(scene: Sc
     late = Listener(client, last=opened["number"])
     assert late.wait_for("event", kind="committed", version=scene.version) == committed
     assert "event's number, got 'x'" in problem(client.get("/v1/events", headers={"Last-Event-ID": "x"}), 422)
+
+
+def test_progress_says_how_far_behind_a_worker_is_and_does_not_repeat_it_as_it_ages(
+    scene: Scene, client: httpx.Client
+) -> None:
+    scene.version += 1  # w0 and w1 pull it, and w1 does not install it
+    publishing = [trainer.publish.remote(scene.version) for trainer in scene.trainers]
+    ray.get([scene.workers["w0"].sync.remote(scene.version), *publishing])
+    listener = Listener(client)
+    listener.wait_for("progress", epoch=None)
+    publishing = hold(scene, "w1")
+    with listener.changed:
+        assert listener.changed.wait_for(lambda: listener.bytes_done() == {"w0": 4016, "w1": 0}, 10)
+        assert listener.changed.wait_for(lambda: listener.silent_about_workers(4), 10), "more behind is no news"
+        lags = {c["worker"]: (c["lag_versions"], c["lag_seconds"] > 0) for c in listener.told()}
+    assert lags == {"w0": (0, False), "w1": (1, True)}
+    ray.get(scene.workers["w1"].go_on.remote())
+    ray.get(publishing)
+    scene.check_sync(["w0", "w1"])
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,26 @@
-"""Makes `helpers` and `fault_helpers` importable here and in the actors these tests spawn, and `rule_files` here."""
+"""The service that most tests here share, and a browser; makes `rule_files` importable."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
+from devtools import NAMES, Browser, Page, find_chromium
+from helpers import start_registry
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+from weightsync.service import ServiceHandle, Settings
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "deploy"))
-import fault_helpers
-import helpers
-
-from weightsync.service import ServiceHandle, Settings, start
-
-ray.cloudpickle.register_pickle_by_value(helpers)
-ray.cloudpickle.register_pickle_by_value(fault_helpers)
 
 
 @pytest.fixture(scope="session")
 def shared_service(cluster: None) -> ServiceHandle:
     """One service for all tests that need no settings of their own; it must survive every one of them."""
-    return start("shared", settings=Settings(http_port=0, stall_timeout_s=30.0, long_poll_s=1.0))
+    return start_registry("shared", settings=Settings(stall_timeout_s=30.0, long_poll_s=1.0))
 
 
 @pytest.fixture
@@ -40,3 +36,25 @@ def service(shared_service: ServiceHandle) -> Iterator[ServiceHandle]:
 def fresh(service: ServiceHandle) -> Callable[[], int]:
     """The next version that is above every earlier one."""
     return lambda: (service.status().newest_version or 0) + 1
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip(f"Chromium is not installed; none of {', '.join(NAMES)} is on the PATH")
+    with Browser(executable) as running:
+        yield running
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens tabs; all are closed after the test."""
+    with ExitStack() as stack:
+
+        def new(**options: Any) -> Page:
+            page = browser.page(**options)
+            stack.callback(page.close)
+            return page
+
+        yield new

@@ -8,9 +8,19 @@ import ray
 import torch
 
 from weightsync.actors.interfaces import LocalShard, WeightSource
+from weightsync.actors.spawn import call, spawn_registry
+from weightsync.actors.transport import choose_transport
 from weightsync.protocol.messages import TensorMeta
 from weightsync.protocol.status import SyncReport
-from weightsync.service import Publisher, StateDictTarget, Subscriber
+from weightsync.service import Publisher, ServiceHandle, Settings, StateDictTarget, Subscriber
+
+
+def start_registry(name: str, settings: Settings) -> ServiceHandle:
+    """A service as `start` makes it, but for the ingress, which takes longest and which few tests ask anything."""
+    transport, reason = choose_transport(settings.transport)
+    registry = spawn_registry(settings.registry_options(name, transport, reason, url=None))
+    call(registry.status.remote())
+    return ServiceHandle(name, registry)
 
 
 def model(version: int, seed: int = 0) -> dict[str, torch.Tensor]:

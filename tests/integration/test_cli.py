@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.shell import Shell
+from weightsync.service import ServiceHandle
 from weightsync.service.cli import app
 
 
@@ -34,10 +35,10 @@ def _refuses_connections(url: str) -> bool:
     ],
 )
 def test_the_demo_verifies_every_version_and_leaves_nothing(shell: Shell, options: list[str]) -> None:
-    status, out, err = shell.run("demo", "--size", "tiny", "--versions", "3", "--json", *options)
+    status, out, err = shell.run("demo", "--size", "tiny", "--versions", "2", "--json", *options)
     assert status == 0, err
     result = json.loads(out)  # nothing but JSON on standard output
-    assert [version["version"] for version in result["versions"]] == [1, 2, 3]
+    assert [version["version"] for version in result["versions"]] == [1, 2]
     assert result["failures"] == []
     for version in result["versions"]:
         assert version["report"]["bytes"] == version["report"]["needed_bytes"] > 0
@@ -74,6 +75,7 @@ def test_ctrl_c_in_the_demo_says_one_line_and_leaves_nothing(shell: Shell, momen
     assert url is None or _refuses_connections(url)
 
 
+@pytest.mark.slow  # `test_bench` compares ways in the default run, on a Ray that runs already
 def test_the_bench_compares_ways_and_leaves_nothing(shell: Shell) -> None:
     status, out, err = shell.run(
         *(
@@ -118,6 +120,22 @@ def test_ctrl_c_in_the_bench_says_one_line_and_leaves_nothing(shell: Shell) -> N
     assert err.strip().splitlines()[-1] == "Interrupted: everything stopped."
     assert "Traceback" not in err
     shell.assert_nothing_left()
+
+
+def test_ctrl_c_ends_watch_with_its_exit_code_and_nothing_else(shell: Shell, service: ServiceHandle) -> None:
+    shell.attach()
+    shell.environment["FORCE_COLOR"] = "1"  # as in a terminal: otherwise nothing is shown before the end
+    service.pause("so that there is an event to show")
+    service.resume()
+    watching = [shell.start("watch", "--name", service.name, *options) for options in ([], ["--json"])]
+    for process in watching:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "it shows what is"
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, out + err
+        assert "Traceback" not in out + err
+    assert service.status().paused is None, "the service is as it was"
 
 
 @pytest.mark.slow
@@ -173,6 +191,7 @@ def test_a_dead_cluster_that_ray_still_has_a_note_of_is_not_waited_for(shell: Sh
         (["demo", "--mode", "fast"], "'fast'"),
         (["demo", "--install", "maybe"], "'maybe'"),
         (["demo", "--versions", "0"], "--versions"),
+        (["demo", "--size", "huge"], "'huge'"),
         (["up", "--transport", "pigeon"], "'pigeon'"),
         (["nonsense"], "nonsense"),
     ],
@@ -186,7 +205,6 @@ def test_wrong_usage_is_refused_before_anything_is_imported(arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["demo", "--size", "huge"], 2, "'huge'"),
         (["up", "--name", "no/slash"], 1, "no/slash"),
         (["up", "--http-port", "70000"], 2, "http_port"),
     ],

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.shell import Shell
+from weightsync.service import ServiceHandle
 
 NODE_CHECKS = {
     *("nixl", "ucx", "rdma", "memlock", "ptrace", "shared-memory", "torch", "allocator", "registration-cache"),
@@ -62,23 +64,26 @@ def test_an_address_where_nothing_answers_is_one_line_at_once(shell: Shell) -> N
     assert time.monotonic() - begun < 60, "Ray itself tries for minutes"
 
 
-def test_services_of_the_running_cluster_are_asked_and_stay(shell: Shell) -> None:
-    status, out, err = shell.run("up", "--json")
-    assert status == 0, err
-    registry = json.loads(out)["registry_pid"]
-    report = _examined(shell, "--no-measure")
+def test_services_of_the_running_cluster_are_asked_and_stay(
+    shell: Shell, make_service: Callable[..., ServiceHandle]
+) -> None:
+    shell.attach()
+    well, ill = make_service(), make_service()
+    stopped = ill.status().registry_pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        report = _examined(shell, "--no-measure")
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    found = {check["id"]: check["status"] for check in report["services"]}
+    assert found[f"service:{well.name}"] == "ok"
+    assert found[f"service:{ill.name}"] == "problem"
+    assert not report["ok"]
     assert report["address"]
-    assert [(check["id"], check["status"]) for check in report["services"]] == [("service:default", "ok")]
     assert len(report["nodes"]) == 1
     assert report["nodes"][0]["clock"]["uncertainty_s"] < 2
-    os.kill(registry, signal.SIGSTOP)
-    stopped = _examined(shell, "--no-measure")
-    os.kill(registry, signal.SIGCONT)
-    assert not stopped["ok"]
-    assert [(check["id"], check["status"]) for check in stopped["services"]] == [("service:default", "problem")]
-    assert shell.run("status")[0] == 0, "the service goes on"
-    assert shell.run("down")[0] == 0
-    shell.assert_nothing_left()
+    assert ill.status().registry_pid == stopped, "the service goes on"
+    assert shell.processes() == []
 
 
 @pytest.mark.slow

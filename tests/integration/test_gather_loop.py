@@ -50,7 +50,7 @@ def publishing(publisher: Publisher, version: int) -> tuple[threading.Thread, li
     return thread, outcome
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_with_look_ahead_l_exactly_l_plus_1_groups_are_resident(
     make_service: Callable[..., ServiceHandle], lookahead: int
 ) -> None:
@@ -94,9 +94,11 @@ def test_with_look_ahead_l_exactly_l_plus_1_groups_are_resident(
     ("wrong", "words"),
     [
         (lambda g: {}, "the source yields \\[\\] too many and \\['layers.0.w'\\] too few against its held names"),
-        (lambda g: {**g, "x": torch.ones(1)}, "yields \\['x'\\] too many"),
+        pytest.param(lambda g: {**g, "x": torch.ones(1)}, "yields \\['x'\\] too many", marks=pytest.mark.slow),
         (lambda g: {n: t[:3] for n, t in g.items()}, "announced as \\(8, 4\\) float32 and gathered as \\(3, 4\\)"),
-        (lambda g: {n: t.half() for n, t in g.items()}, "gathered as \\(8, 4\\) float16"),
+        pytest.param(
+            lambda g: {n: t.half() for n, t in g.items()}, "gathered as \\(8, 4\\) float16", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_source_that_yields_something_else_than_it_said_fails_at_once(

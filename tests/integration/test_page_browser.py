@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 import page_scenes as scene
-from devtools import Browser, Page, find_chromium
+from devtools import Page
 from scripted_service import ScriptedService
 
 from weightsync.protocol.faults import Fault
@@ -26,21 +25,11 @@ from weightsync.protocol.messages import ConsumerState
 from weightsync.protocol.status import EventKind, ServiceStatus
 from weightsync.service.page import render_page
 
-chromium = find_chromium()
-pytestmark = pytest.mark.skipif(chromium is None, reason="Chromium is not installed; no `chromium` on the PATH")
-
 HOSTILE = """<img src=x onerror="document.title='hit'">'"& \\ w0"""
 LONG_WORD = "w" * 300
 LONG_ERROR = "trainer rank 0 waits for free signals\n" + "group 3 by worker w1; " * 40
 
 Serve = Callable[..., ScriptedService]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert chromium is not None
-    with Browser(chromium) as running:
-        yield running
 
 
 @pytest.fixture
@@ -52,19 +41,6 @@ def serve() -> Iterator[Serve]:
             return stack.enter_context(ScriptedService(status, **options).running())
 
         yield start
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens tabs; all are closed after the test."""
-    with ExitStack() as stack:
-
-        def new(**options: Any) -> Page:
-            page = browser.page(**options)
-            stack.callback(page.close)
-            return page
-
-        yield new
 
 
 def live(page: Page, service: ScriptedService) -> None:

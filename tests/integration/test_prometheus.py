@@ -1,22 +1,26 @@
 """A real Prometheus, with the files we ship, scrapes real services: every panel and every rule has something to show.
 
-Services, trainers and workers are processes that sync real versions all the while. One service publishes live and
-verifies, one is staged, because some metrics exist in one mode only.
+Services, trainers and workers are processes that sync real versions all the while. One service publishes live,
+verifies and wants a token, one is staged and wants none; some metrics exist in one mode only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import httpx
+import psutil
 import pytest
 import ray
-from fault_helpers import Scene
+from fault_helpers import Scene, ingress_processes, kill
 from prometheus_server import PrometheusServer, still_empty
 from rule_files import CONFIG, rules, without_thresholds
 
 from weightsync.dashboards.queries import ALL, panel_queries
+from weightsync.service.api import ServiceNotFoundError
 
 pytestmark = [
     pytest.mark.skipif(
@@ -27,6 +31,7 @@ pytestmark = [
 
 SHORT: Mapping[str, str] = {**ALL, "__rate_interval": "10s", "__interval": "1s", "__range": "5m", "window": "1m"}
 """Variables for scrapes every second and a history of some seconds."""
+READ = "a-token-that-may-read"
 PATIENCE_S = 90.0
 """For all queries to have a number: three evaluations one after the other where rules read rules, and slow machines."""
 
@@ -43,7 +48,7 @@ EMPTY_PANELS = {
 @pytest.fixture(scope="module")
 def live(cluster: None) -> Iterator[Scene]:
     """Two ranks, no workers yet. The watchdog comes after 96 s, well after the alert about a sync that stands still."""
-    scene = Scene(trainers=2, verify="full", stall_timeout_s=120.0)
+    scene = Scene(trainers=2, http=True, verify="full", stall_timeout_s=120.0, http_read_tokens=[READ])
     yield scene
     scene.close()
 
@@ -51,7 +56,7 @@ def live(cluster: None) -> Iterator[Scene]:
 @pytest.fixture(scope="module")
 def staged(cluster: None) -> Iterator[Scene]:
     """Its watchdog comes after 8 s."""
-    scene = Scene(trainers=1, mode="staged", stall_timeout_s=10.0)
+    scene = Scene(trainers=1, http=True, mode="staged", stall_timeout_s=10.0)
     yield scene
     scene.close()
 
@@ -60,7 +65,7 @@ def staged(cluster: None) -> Iterator[Scene]:
 def prometheus(live: Scene, staged: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
     """Scrapes both before their workers join: an increase needs a zero that was scraped before."""
     services = [(scene.service.name, str(scene.service.status().http_url)) for scene in (live, staged)]
-    server = PrometheusServer(CONFIG, services, tmp_path_factory.mktemp("prometheus"))
+    server = PrometheusServer(CONFIG, services, tmp_path_factory.mktemp("prometheus"), READ)
     try:
         for name, _ in services:
             _await(lambda name=name: {"registry", "trainer rank 0"} <= server.healthy_members(name), 30)
@@ -82,6 +87,23 @@ def test_every_member_is_a_target_and_its_series_end_with_it(prometheus: Prometh
     _await(lambda: not prometheus.query(selector), 30)
     assert prometheus.query(selector.replace("w1", "w0"))
     live.set_workers(2)
+
+
+def test_a_token_that_may_read_is_needed_and_enough(prometheus: PrometheusServer, live: Scene) -> None:
+    """The configuration asks with it for `/sd` and for every page that this names."""
+    base = str(live.service.status().http_url)
+    with httpx.Client(timeout=30) as client:
+        assert client.get(f"{base}/sd").status_code == 401
+        token = {"Authorization": f"Bearer {READ}"}
+        targets = client.get(f"{base}/sd", headers=token).json()
+        pages = {f"http://{target['targets'][0]}{target['labels']['__metrics_path__']}" for target in targets}
+        assert len(pages) == 1 + 2 + 2, "the registry, ranks and workers"
+        assert {client.get(page).status_code for page in pages} == {401}
+        assert {client.get(page, headers=token).status_code for page in pages} == {200}
+        paused = client.post(f"{base}/v1/publishing/pause", headers=token, json={"reason": "it may not"})
+        assert paused.status_code == 403
+    named = {target["labels"]["weightsync_member"] for target in targets}
+    _await(lambda: prometheus.healthy_members(live.service.name) == {"ingress", *named}, 30)
 
 
 def test_every_panel_shows_something(prometheus: PrometheusServer, live: Scene, staged: Scene) -> None:
@@ -131,6 +153,31 @@ def test_a_sync_that_the_watchdog_ends_raises_alerts(prometheus: PrometheusServe
     staged.set_workers(2)
 
 
+def test_what_is_killed_raises_its_alert_which_clears_once_it_is_back(
+    prometheus: PrometheusServer, live: Scene, staged: Scene
+) -> None:
+    """Killed whenever it has returned, as what crashes when it starts: Ray and Serve bring one back within seconds."""
+    no_registry, no_ingress = staged.service.name, live.service.name
+
+    def firing() -> set[tuple[str, str]]:
+        found = prometheus.query('ALERTS{alertstate="firing", alertname=~"Weightsync(Registry|Ingress)Down"}')
+        return {(series["metric"]["alertname"], series["metric"]["service"]) for series in found}
+
+    def fire_although_it_returns() -> bool:
+        with contextlib.suppress(ServiceNotFoundError, ray.exceptions.RayError):  # it is down
+            kill(staged.service.status(timeout_s=1.0).registry_pid)
+        for replica in ingress_processes(no_ingress):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                replica.kill()
+        return firing() == {("WeightsyncRegistryDown", no_registry), ("WeightsyncIngressDown", no_ingress)}
+
+    assert firing() == set()
+    _await(fire_although_it_returns, 90, every_s=0.02)
+    _await(lambda: firing() == set(), 60)
+    for scene in (live, staged):
+        scene.check_sync(["w0", "w1"])
+
+
 @pytest.mark.slow
 def test_a_sync_that_stands_still_raises_the_alert_and_its_end_clears_it(
     prometheus: PrometheusServer, live: Scene
@@ -152,11 +199,11 @@ def test_a_sync_that_stands_still_raises_the_alert_and_its_end_clears_it(
     assert prometheus.alert_states("WeightsyncStalled", service=name) == set()
 
 
-def _await(condition: Callable[[], bool], timeout_s: float) -> None:
+def _await(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.2) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.2)
+        time.sleep(every_s)
 
 
 def _sync_until(left: Callable[[], list[str]], *scenes: Scene) -> list[str]:

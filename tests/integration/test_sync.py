@@ -29,15 +29,10 @@ from weightsync.service import (
 )
 
 
-@pytest.mark.parametrize(
-    ("install", "transport"),
-    [
-        ("shadow", "nixl"),
-        pytest.param("in_place", "object_store", marks=pytest.mark.slow),
-        pytest.param("in_place", "nixl", marks=pytest.mark.slow),
-        pytest.param("shadow", "object_store", marks=pytest.mark.slow),
-    ],
-)
+# In the default run `test_transports` moves more, by every transport, in both modes and both installs.
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["nixl", "object_store"])
+@pytest.mark.parametrize("install", ["shadow", "in_place"])
 def test_two_ranks_reach_two_workers_bit_for_bit_version_after_version(
     make_service: Callable[..., ServiceHandle], transport: str, install: str
 ) -> None:
@@ -59,7 +54,7 @@ def test_two_ranks_reach_two_workers_bit_for_bit_version_after_version(
     ray.get([member.close.remote() for member in (*trainers, *workers)])
 
 
-@pytest.mark.parametrize("transport", ["nixl", "object_store"])
+@pytest.mark.parametrize("transport", ["nixl", pytest.param("object_store", marks=pytest.mark.slow)])
 def test_staged_groups_go_through_a_bounded_ring(make_service: Callable[..., ServiceHandle], transport: str) -> None:
     service = make_service(transport=transport, gather_lookahead=0)
     tensors = model(0)
@@ -102,8 +97,15 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
 
 
-@pytest.mark.parametrize("mode", ["live", "staged"])
-@pytest.mark.parametrize("worker_ties", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "worker_ties"),
+    [
+        ("live", True),
+        ("staged", False),
+        pytest.param("live", False, marks=pytest.mark.slow),
+        pytest.param("staged", True, marks=pytest.mark.slow),
+    ],
+)
 def test_tied_weights_move_once_whichever_side_ties(
     service: ServiceHandle, fresh: Callable[[], int], worker_ties: bool, mode: str
 ) -> None:
@@ -123,7 +125,7 @@ def test_tied_weights_move_once_whichever_side_ties(
             assert report.bytes == report.needed_bytes == trainer.embed.weight.nbytes
 
 
-@pytest.mark.parametrize("mode", ["live", "staged"])
+@pytest.mark.parametrize("mode", ["live", pytest.param("staged", marks=pytest.mark.slow)])
 def test_a_worker_converts_transposes_and_skips_as_its_loader_says(
     service: ServiceHandle, fresh: Callable[[], int], mode: str
 ) -> None:
@@ -208,7 +210,7 @@ def test_services_run_side_by_side_and_a_second_start_attaches(
 
 
 def test_http_says_what_the_registry_says(make_service: Callable[..., ServiceHandle]) -> None:
-    service = make_service()
+    service = make_service(http=True)
     url = service.status().http_url
     assert url is not None
     base = url.rstrip("/")

@@ -267,7 +267,9 @@ def test_every_layout_arrives_bit_for_bit_version_after_version(
         for version in VERSIONS:
             publishing = [rank.publish.remote(service.name, version) for rank in ranks]
             assert ray.get([engine.sync.remote(version) for engine in engines]) == [version, version]
-            for report in ray.get(publishing):
+            reports = ray.get(publishing)
+            assert reports[0] == reports[1]
+            for report in reports:
                 assert report.transport == transport
                 assert report.bytes == report.needed_bytes == needed
                 assert report.installed == ["w0", "w1"]

@@ -278,7 +278,7 @@ def test_a_pair_gets_a_verdict_by_what_carried_its_bytes_and_how_fast(
     assert bool(remedy) == bool(found.remedy)
 
 
-def service(last_error: str | None) -> ServiceStatus:
+def service(last_error: str | None, **more: Any) -> ServiceStatus:
     return ServiceStatus(
         service="s",
         address=None,
@@ -296,6 +296,7 @@ def service(last_error: str | None) -> ServiceStatus:
         syncs_aborted=0,
         last_report=None,
         last_error=last_error,
+        **more,
     )
 
 
@@ -310,6 +311,14 @@ def test_a_service_is_judged_by_its_answer_and_its_last_error() -> None:
     assert silent.status is PROBLEM
     assert "nothing came for 2 s" in silent.detail
     assert "weightsync down --name s" in silent.remedy
+
+
+def test_an_error_that_a_version_came_after_is_over() -> None:
+    failed = {"last_error": "version 4 was aborted", "last_error_at": 200.0}
+    assert judge_cluster.judge_service("s", service(**failed, committed_at=100.0)).status is WARNING
+    overcome = judge_cluster.judge_service("s", service(**failed, committed_at=300.0))
+    assert overcome.status is OK
+    assert "aborted" not in overcome.detail
 
 
 def test_all_pairs_are_measured_up_to_8_nodes_and_a_ring_beyond() -> None:
