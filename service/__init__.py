@@ -13,12 +13,30 @@ if TYPE_CHECKING:
     from weightsync.service.api import ServiceHandle, ServiceNotFoundError, connect, list_services, start
     from weightsync.service.publisher import Publisher
     from weightsync.service.settings import Settings
-    from weightsync.service.sources import DTensorSource, ModuleSource, StateDictSource
+    from weightsync.service.sources import (
+        AffineSource,
+        CastSource,
+        DTensorSource,
+        FlatRange,
+        FlatSource,
+        MappedSource,
+        ModuleSource,
+        ShardSource,
+        StateDictSource,
+        concatenated_ranges,
+        cut_partitions,
+        partitioned_ranges,
+    )
     from weightsync.service.subscriber import Subscriber
     from weightsync.service.targets import ModuleTarget, StateDictTarget
 
 _MODULE_OF = {
+    "AffineSource": "service.sources",
+    "CastSource": "service.sources",
     "DTensorSource": "service.sources",
+    "FlatRange": "service.sources",
+    "FlatSource": "service.sources",
+    "MappedSource": "service.sources",
     "ModuleSource": "service.sources",
     "ModuleTarget": "service.targets",
     "Publisher": "service.publisher",
@@ -26,17 +44,26 @@ _MODULE_OF = {
     "ServiceNotFoundError": "service.api",
     "ServiceStatus": "protocol.status",
     "Settings": "service.settings",
+    "ShardSource": "service.sources",
     "StateDictSource": "service.sources",
     "StateDictTarget": "service.targets",
     "Subscriber": "service.subscriber",
     "SyncReport": "protocol.status",
+    "concatenated_ranges": "service.sources",
     "connect": "service.api",
+    "cut_partitions": "service.sources",
     "list_services": "service.api",
+    "partitioned_ranges": "service.sources",
     "start": "service.api",
 }
 
 __all__ = [
+    "AffineSource",
+    "CastSource",
     "DTensorSource",
+    "FlatRange",
+    "FlatSource",
+    "MappedSource",
     "ModuleSource",
     "ModuleTarget",
     "Publisher",
@@ -44,12 +71,16 @@ __all__ = [
     "ServiceNotFoundError",
     "ServiceStatus",
     "Settings",
+    "ShardSource",
     "StateDictSource",
     "StateDictTarget",
     "Subscriber",
     "SyncReport",
+    "concatenated_ranges",
     "connect",
+    "cut_partitions",
     "list_services",
+    "partitioned_ranges",
     "start",
 ]
 
