@@ -20,6 +20,7 @@ from weightsync.service.sources.flat import (
     cut_partitions,
     partitioned_ranges,
 )
+from weightsync.service.sources.huggingface import TransformersSource
 from weightsync.service.sources.mapped import MappedSource
 from weightsync.service.sources.shards import AffineSource, ShardSource
 from weightsync.service.sources.tensors import (
@@ -40,6 +41,7 @@ __all__ = [
     "ModuleSource",
     "ShardSource",
     "StateDictSource",
+    "TransformersSource",
     "concatenated_ranges",
     "cut_partitions",
     "dtensor_offset",
