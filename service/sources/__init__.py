@@ -22,6 +22,8 @@ from weightsync.service.sources.flat import (
 )
 from weightsync.service.sources.huggingface import TransformersSource
 from weightsync.service.sources.mapped import MappedSource
+from weightsync.service.sources.megatron import MegatronModel, MegatronSource
+from weightsync.service.sources.megatron_layout import MegatronRank
 from weightsync.service.sources.shards import AffineSource, ShardSource
 from weightsync.service.sources.tensors import (
     DTensorSource,
@@ -38,6 +40,9 @@ __all__ = [
     "FlatRange",
     "FlatSource",
     "MappedSource",
+    "MegatronModel",
+    "MegatronRank",
+    "MegatronSource",
     "ModuleSource",
     "ShardSource",
     "StateDictSource",
