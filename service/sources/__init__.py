@@ -13,6 +13,7 @@ grouped      exporters that gather or convert, for staged mode
 """
 
 from weightsync.service.sources.cast import CastSource
+from weightsync.service.sources.checkpoint import SafetensorsSource
 from weightsync.service.sources.flat import (
     FlatRange,
     FlatSource,
@@ -44,6 +45,7 @@ __all__ = [
     "MegatronRank",
     "MegatronSource",
     "ModuleSource",
+    "SafetensorsSource",
     "ShardSource",
     "StateDictSource",
     "TransformersSource",
