@@ -22,6 +22,7 @@ from weightsync.service.sources.flat import (
     partitioned_ranges,
 )
 from weightsync.service.sources.huggingface import TransformersSource
+from weightsync.service.sources.lora import LoraBaseSource, LoraSource, MergedLoraSource
 from weightsync.service.sources.mapped import MappedSource
 from weightsync.service.sources.megatron import MegatronModel, MegatronSource
 from weightsync.service.sources.megatron_layout import MegatronRank
@@ -40,10 +41,13 @@ __all__ = [
     "DTensorSource",
     "FlatRange",
     "FlatSource",
+    "LoraBaseSource",
+    "LoraSource",
     "MappedSource",
     "MegatronModel",
     "MegatronRank",
     "MegatronSource",
+    "MergedLoraSource",
     "ModuleSource",
     "SafetensorsSource",
     "ShardSource",
