@@ -21,6 +21,7 @@ from weightsync.service.sources.flat import (
     cut_partitions,
     partitioned_ranges,
 )
+from weightsync.service.sources.grouped import GroupedSource
 from weightsync.service.sources.huggingface import TransformersSource
 from weightsync.service.sources.lora import LoraBaseSource, LoraSource, MergedLoraSource
 from weightsync.service.sources.mapped import MappedSource
@@ -41,6 +42,7 @@ __all__ = [
     "DTensorSource",
     "FlatRange",
     "FlatSource",
+    "GroupedSource",
     "LoraBaseSource",
     "LoraSource",
     "MappedSource",
