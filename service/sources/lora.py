@@ -95,6 +95,8 @@ class _Merge:
     """A: (r, in)."""
     up: torch.Tensor
     """B: (out, r)."""
+    embedding: bool
+    """PEFT rounds the product to the weight's dtype before it adds it; of a linear layer it rounds the sum only."""
     transposed: bool
     """The weight is (in, out), as in GPT-2's Conv1D and in embeddings."""
     merged: torch.Tensor
@@ -111,11 +113,12 @@ class _Merge:
         if self.transposed:
             rows, columns = columns, rows
         up, down = _whole(self.up)[rows], _whole(self.down)[:, columns]
-        if weight.device.type == "cpu" and weight.dtype in _HALVES:
+        dtype = up.dtype
+        if up.device.type == "cpu" and dtype in _HALVES:
             up, down = up.float(), down.float()
         delta = up @ down
-        delta = (delta.t() if self.transposed else delta) * self.layer.scaling[self.adapter]
-        target.copy_(weight + delta.to(weight.dtype))
+        delta = ((delta.t() if self.transposed else delta) * self.layer.scaling[self.adapter]).to(dtype)
+        target.copy_(weight).add_(delta.to(weight.dtype) if self.embedding else delta)
 
     def _region(self) -> tuple[slice, slice]:
         """The rows and columns of the weight that this rank holds."""
@@ -135,22 +138,24 @@ def _merges(module: nn.Module, adapter: str) -> list[_Merge]:
         layer = module.get_submodule(layer_name)
         embedding = kind == "lora_embedding_A"
         other = name.replace(f".{kind}.", f".{kind[:-1]}B.")
-        weight = tensors[f"{layer_name}.base_layer.weight"].detach()
-        if weight.dim() != 2 or other not in tensors:
+        weight = tensors.get(f"{layer_name}.base_layer.weight")
+        if weight is None or weight.dim() != 2 or other not in tensors:
+            what = "something else than a weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
             raise UnsupportedLayoutError(
-                f"{name!r} adapts a weight of shape {tuple(weight.shape)}, and only matrices with an A and a B are "
-                "merged here; merge in the trainer and publish with mode='staged'"
+                f"{name!r} adapts {what}, and only matrices with an A and a B are merged here; merge in the trainer "
+                "and publish with mode='staged'"
             )
         merges.append(
             _Merge(
                 _checkpoint_name(f"{layer_name}.base_layer.weight"),
                 layer,
                 adapter,
-                weight,
+                weight.detach(),
                 tensors[name].detach(),
                 tensors[other].detach(),
+                embedding,
                 embedding or bool(getattr(layer, "fan_in_fan_out", False)),
-                torch.empty_like(weight),
+                torch.empty_like(weight, requires_grad=False),
             )
         )
     return merges

@@ -62,6 +62,8 @@ class Inner(nn.Module):
         self.embed = AdaptedEmbedding(nn.Embedding(7, 6), 0.25)
         self.q = Adapted(nn.Linear(6, 4), 6, 4, {"default": 2.0, "other": 1.0})
         self.low = Adapted(nn.Linear(6, 4, bias=False, dtype=torch.bfloat16), 6, 4, {"default": 0.5})
+        self.mixed = Adapted(nn.Linear(6, 4, bias=False, dtype=torch.bfloat16), 6, 4, {"default": 0.7}).float()
+        self.mixed.base_layer.to(torch.bfloat16)
         self.conv = Adapted(Transposed(6, 8), 6, 8, {"default": 1.5})
         self.conv.fan_in_fan_out = True
         self.norm = nn.LayerNorm(6)
@@ -89,6 +91,7 @@ def base_weights(inner: Any) -> dict[str, torch.Tensor]:
         "q.weight": inner.q.base_layer.weight,
         "q.bias": inner.q.base_layer.bias,
         "low.weight": inner.low.base_layer.weight,
+        "mixed.weight": inner.mixed.base_layer.weight,
         "conv.weight": inner.conv.base_layer.weight,
         "conv.bias": inner.conv.base_layer.bias,
         "norm.weight": inner.norm.weight,
@@ -115,6 +118,8 @@ def test_an_adapter_alone_has_the_names_that_peft_saves() -> None:
             f"{at}q.lora_B.weight": inner.q.lora_B["default"].weight,
             f"{at}low.lora_A.weight": inner.low.lora_A["default"].weight,
             f"{at}low.lora_B.weight": inner.low.lora_B["default"].weight,
+            f"{at}mixed.lora_A.weight": inner.mixed.lora_A["default"].weight,
+            f"{at}mixed.lora_B.weight": inner.mixed.lora_B["default"].weight,
             f"{at}conv.lora_A.weight": inner.conv.lora_A["default"].weight,
             f"{at}conv.lora_B.weight": inner.conv.lora_B["default"].weight,
             f"{at}head.weight": inner.head.modules_to_save["default"].weight,
@@ -125,11 +130,12 @@ def test_an_adapter_alone_has_the_names_that_peft_saves() -> None:
 
 
 def merged_by_hand(inner: Any) -> dict[str, torch.Tensor]:
-    """As PEFT's `merge`: half-precision products are taken in fp32 on the CPU and rounded before they are added."""
+    """As PEFT's `merge`: products of halves are taken in fp32 on the CPU, and adapters keep their own dtype."""
     out = {name: tensor.detach().clone() for name, tensor in base_weights(inner).items()}
     out["q.weight"] += (inner.q.lora_B["default"].weight @ inner.q.lora_A["default"].weight) * 2.0
     low = inner.low.lora_B["default"].weight.float() @ inner.low.lora_A["default"].weight.float()
     out["low.weight"] += (low * 0.5).to(torch.bfloat16)
+    out["mixed.weight"] += (inner.mixed.lora_B["default"].weight @ inner.mixed.lora_A["default"].weight) * 0.7
     out["conv.weight"] += (inner.conv.lora_B["default"].weight @ inner.conv.lora_A["default"].weight).t() * 1.5
     embedding = inner.embed.lora_embedding_B["default"] @ inner.embed.lora_embedding_A["default"]
     out["embed.weight"] += embedding.t() * 0.25
@@ -148,7 +154,7 @@ def test_a_merged_adapter_follows_training_and_leaves_the_trainers_weights_alone
         assert_equal(pull_whole([source]), merged_by_hand(inner))
     assert [shard.tensor.data_ptr() for shard in source.shards()] == addresses
     assert_equal({name: t.detach() for name, t in base_weights(inner).items()}, before)
-    assert source.extra_bytes == 4 * (7 * 6 + 4 * 6 + 6 * 8) + 2 * 4 * 6
+    assert source.extra_bytes == 4 * (7 * 6 + 4 * 6 + 6 * 8) + 2 * 4 * 6 * 2
 
 
 def test_a_tied_head_is_no_alias_of_a_merged_embedding() -> None:
