@@ -28,6 +28,8 @@ from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutErro
 from weightsync.protocol.segments import source_view
 from weightsync.protocol.views import RecordingTensor, describe_chain, replay
 
+Geometry = tuple[OpChain, tuple[int, ...], torch.dtype]
+"""A chain, and the shape and dtype it is applied to."""
 _KEEP_ORDER = frozenset({"contiguous", "view", "reshape", "flatten", "squeeze", "unsqueeze"})
 
 
@@ -102,21 +104,32 @@ class MappedTensor:
         name: it is published under.
         assembly: what it is made of.
         trainer: name -> (shape, dtype) of the trainer's tensors.
+        known: regions by geometry, to be shared by the tensors of one model: its layers are alike.
 
     Raises:
         InvalidLayoutError: a trainer tensor is unknown, or a chain does not fit it.
         UnsupportedLayoutError: a chain is no strided view, or changes the dtype.
     """
 
-    def __init__(self, name: str, assembly: Assembly, trainer: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        assembly: Assembly,
+        trainer: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        known: dict[Geometry, list[Box]] | None = None,
+    ) -> None:
+        known = {} if known is None else known
         self.name = name
         self.assembly = assembly
         self._regions: dict[str, list[tuple[Part, list[Box]]]] = {}
         for part in assembly.parts:
             if part.source not in trainer:
                 raise InvalidLayoutError(f"{name!r} is mapped from {part.source!r}, which the trainer does not hold")
-            region = _region(name, part, *trainer[part.source])
-            self._regions.setdefault(part.source, []).append((part, region))
+            shape, dtype = trainer[part.source]
+            geometry = part.chain, shape, dtype
+            if geometry not in known:
+                known[geometry] = _region(name, part, shape, dtype)
+            self._regions.setdefault(part.source, []).append((part, known[geometry]))
 
     @property
     def sources(self) -> tuple[str, ...]:

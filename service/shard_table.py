@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,24 +24,23 @@ from weightsync.protocol.segments import MANY_RUNS, MIN_RUN_BYTES
 from weightsync.protocol.shards import PublishedShard, PublishedTensor, StridedShard
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where one shard lay at registration; strides in elements."""
+class Placement(NamedTuple):
+    """Where one shard lies; strides in elements. Made of every shard at every publish, so it is a plain tuple."""
 
     name: str
     addr: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.name!r} {self.dtype} {self.shape} with strides {self.strides} at {self.addr:#x}"
+        return f"{self.name!r} {self.dtype} {tuple(self.shape)} with strides {self.strides} at {self.addr:#x}"
 
 
 def placement(shard: LocalShard) -> Placement:
     """Where a shard lies now."""
     tensor = shard.tensor
-    return Placement(shard.name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return Placement(shard.name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def shard_table(

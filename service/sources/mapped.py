@@ -16,7 +16,7 @@ from weightsync.actors.interfaces import LocalShard, WeightSource
 from weightsync.protocol.boxes import Box
 from weightsync.protocol.dtypes import dtype_from_name, dtype_name
 from weightsync.protocol.errors import InvalidLayoutError
-from weightsync.protocol.mapping import Assembly, MappedTensor, Part
+from weightsync.protocol.mapping import Assembly, Geometry, MappedTensor, Part
 from weightsync.protocol.messages import TensorMeta
 from weightsync.protocol.views import RecordingTensor
 from weightsync.service.shard_table import Placement, placement
@@ -126,7 +126,8 @@ def _mapped_tensors(metas: Mapping[str, TensorMeta], mapping: Remapping) -> list
     position = {name: index for index, name in enumerate(metas)}
     ordered = sorted(published.items(), key=lambda item: position[item[1].parts[0].source])
     trainer = {meta.name: (meta.shape, dtype_from_name(meta.dtype)) for meta in metas.values()}
-    return [MappedTensor(name, _untied(assembly, metas), trainer) for name, assembly in ordered]
+    known: dict[Geometry, list[Box]] = {}
+    return [MappedTensor(name, _untied(assembly, metas), trainer, known) for name, assembly in ordered]
 
 
 def _untied(assembly: Assembly, metas: Mapping[str, TensorMeta]) -> Assembly:
