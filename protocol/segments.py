@@ -237,11 +237,10 @@ def source_view(name: str, op_chain: OpChain, logical: torch.Tensor) -> SourceVi
 def _as_it_lies(source: Source) -> torch.Tensor:
     """The logical tensor on meta, its dimensions in memory in the order that its largest shard has them in."""
     shape, dtype = source.global_shape, dtype_from_name(source.dtype)
-    strided = [shard for shard in source.shards if shard.strides is not None]
-    if not strided or len(strided) < len(source.shards):
+    largest = max(source.shards, key=lambda shard: torch.Size(shard.shape).numel(), default=None)
+    if largest is None or largest.strides is None:
         return torch.empty(shape, dtype=dtype, device="meta")
-    largest = max(strided, key=lambda shard: torch.Size(shard.shape).numel())
-    steps = largest.strides or ()
+    steps = largest.strides
     long = [dim for dim, size in enumerate(largest.shape) if size > 1]  # the stride of a single index means nothing
     order = list(range(len(shape)))
     for place, dim in zip(long, sorted(long, key=lambda dim: -steps[dim]), strict=True):

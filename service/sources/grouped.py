@@ -8,7 +8,7 @@ nothing (`serves=False`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -69,7 +69,7 @@ class GroupedSource(WeightSource):
 
     def refresh(self) -> None:
         """Begin a version; what an abandoned attempt left in the iterator is dropped."""
-        if isinstance(self._exported, Iterator) and hasattr(self._exported, "close"):
+        if isinstance(self._exported, Generator):
             self._exported.close()
         self._exported = iter(self._export())
         self._left = set(self._canonical)
