@@ -13,7 +13,14 @@ from safetensors.torch import load_file
 from tests.service.pulls import assert_equal, pull, pull_whole
 from weightsync.actors.interfaces import LocalShard
 from weightsync.protocol.errors import InvalidLayoutError
-from weightsync.service import CastSource, ModuleSource, ShardSource, TransformersSource
+from weightsync.service import (
+    CastSource,
+    FlatSource,
+    ModuleSource,
+    ShardSource,
+    TransformersSource,
+    partitioned_ranges,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -108,6 +115,24 @@ def test_masters_of_a_mixture_are_served_in_bfloat16(tmp_path: Path) -> None:
     expected = saved(model, tmp_path)
     source = TransformersSource(model, CastSource(ModuleSource(model), torch.bfloat16))
     assert_equal(pull_whole([source]), {name: tensor.to(torch.bfloat16) for name, tensor in expected.items()})
+
+
+def test_zero_3_masters_of_a_mixture_are_served_in_bfloat16(tmp_path: Path) -> None:
+    """Experts, stacked and fused, out of flattened fp32 partitions, on ranks whose number divides nothing."""
+    model, world = model_of("mixtral"), 5
+    expected = saved(model, tmp_path)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    ranks = []
+    for rank in range(world):
+        partitions = {}
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().flatten()
+            each = -(-flat.numel() // world)
+            padded = torch.cat([flat, torch.full((each * world - flat.numel(),), float("nan"))])
+            partitions[name] = padded[rank * each : (rank + 1) * each].clone()
+        flat_source = FlatSource(shapes, partitioned_ranges(shapes, rank, world, partitions))
+        ranks.append(TransformersSource(model, CastSource(flat_source, torch.bfloat16)))
+    assert_equal(pull_whole(ranks), {name: tensor.to(torch.bfloat16) for name, tensor in expected.items()})
 
 
 def test_nothing_is_copied() -> None:
