@@ -305,7 +305,6 @@ class Publisher:
     def _expose_shards(self, agent_name: str) -> tuple[PublishedTensor, ...]:
         """Register the rank's shards (or mirror them, for a transport that cannot reach this process)."""
         assert self._transport is not None
-        self._source.refresh()
         shards = self._source.shards()
         self._check_hashable(shards)
         self._placements = [placement(shard) for shard in shards]
