@@ -20,7 +20,7 @@ test-slow: $(STAMP)
 
 # A real vLLM pins versions that the other tests do not have, so it gets a venv of its own.
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+	$(VLLM_BIN)/python -m pytest -m "not slow" tests/vllm $(ARGS)
 
 mutations: $(STAMP)
 	$(BIN)/python tests/mutations.py

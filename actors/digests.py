@@ -87,12 +87,12 @@ class ShardDigests:
     """Digests of what consumers want to check, out of one rank's own memory.
 
     Args:
-        memory: (address, bytes) of everything the rank published.
+        memory: (address, bytes from its first to its last) of everything the rank published.
         base: address that the consumers' addresses count from; 0 if they are absolute.
     """
 
     def __init__(self, memory: Sequence[tuple[int, int]], base: int = 0) -> None:
-        held = sorted((start, start + nbytes) for start, nbytes in memory if nbytes)
+        held = _joined(sorted((start, start + nbytes) for start, nbytes in memory if nbytes))
         self._starts = np.array([start for start, _ in held], dtype=np.int64)
         self._ends = np.array([end for _, end in held], dtype=np.int64)
         self._base = base
@@ -124,3 +124,17 @@ class ShardDigests:
             return True
         at = np.searchsorted(self._starts, regions.addr, side="right") - 1
         return bool((at >= 0).all() and (regions.addr + regions.nbytes <= self._ends[at]).all())
+
+
+def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending stretches of memory, those that overlap or touch made one.
+
+    Shards of one fused tensor lie between each other, and a run may go on from one into the next.
+    """
+    out: list[tuple[int, int]] = []
+    for start, end in stretches:
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((start, end))
+    return out

@@ -18,9 +18,10 @@ from weightsync.protocol.messages import TensorMeta
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of one logical tensor that this rank holds: a C-contiguous tensor at logical `offset`.
+    """A box of one logical tensor that this rank holds: `tensor`, of any positive strides, at logical `offset`.
 
-    `offset` has one entry per dimension of the logical tensor, in elements; `tensor.shape` is the extent.
+    `offset` has one entry per dimension of the logical tensor, in elements; `tensor.shape` is the extent. What a rank
+    holds in several places (heads of an interleaved QKV, a range of a flattened parameter) is several shards.
     """
 
     name: str
@@ -41,7 +42,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def shards(self) -> Sequence[LocalShard]:
-        """This rank's parts of the canonical tensors, lying where the trainer keeps them; nothing moves."""
+        """This rank's parts of the canonical tensors, lying where the trainer keeps them; nothing moves.
+
+        The same boxes in the same order at every call.
+        """
 
     @abstractmethod
     def gather(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
@@ -53,6 +57,14 @@ class WeightSource(ABC):
     @abstractmethod
     def held_names(self) -> tuple[str, ...]:
         """Canonical names `gather` yields on this rank over all groups."""
+
+    def refresh(self) -> None:  # noqa: B027
+        """Called on every rank at each publish, before the epoch opens: bring derived memory (a cast) up to date."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory this source holds beside the trainer's own."""
+        return 0
 
 
 class WeightTarget(ABC):

@@ -139,7 +139,7 @@ class Landings:
             runs = self._lower(landing, source, ranks, refuse_small_runs=True)
         except UnsupportedLayoutError:
             dtype = dtype_from_name(source.dtype)
-            bounce = bounce_copy(copy, source.global_shape, dtype)
+            bounce = bounce_copy(copy, source)
             scratch = torch.zeros(bounce.scratch_elements, dtype=dtype, device=self._destinations.view_of(copy).device)
             self.scratch.append(scratch)
             self.scatters[group].append(Scatter(partial(bounce.view, scratch), copy))

@@ -55,16 +55,25 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a region lies C-contiguous; the stride of a dimension of size 1 does not matter."""
+    unit = row_major_strides(shape)
+    return 0 in shape or all(n == 1 or s == u for n, s, u in zip(shape, strides, unit, strict=True))
+
+
 def dense_space(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """A row-major tensor shape in which the strided region is a box at the origin, or else a flat one."""
     loops = sorted(((stride, n) for n, stride in zip(shape, strides, strict=True) if n != 1), reverse=True)
     if any(n == 0 for _, n in loops):
         return (0,)
+    divisible = all(stride > 0 for stride, _ in loops) and all(
+        outer % inner == 0 and outer // inner >= n for (outer, _), (inner, n) in pairwise(loops)
+    )
+    if not loops or not divisible:
+        return (1 + sum((n - 1) * stride for stride, n in loops),)
     widths = [outer // inner for (outer, _), (inner, _) in pairwise(loops)]
-    divisible = all(outer % inner == 0 and outer // inner >= n for (outer, _), (inner, n) in pairwise(loops))
-    if loops and divisible and loops[-1][0] == 1:
-        return (loops[0][1], *widths)
-    return (1 + sum((n - 1) * stride for stride, n in loops),)
+    step = loops[-1][0]  # a region without an innermost step of 1 is one column of a dimension as wide as that step
+    return (loops[0][1], *widths) if step == 1 else (loops[0][1], *widths, step)
 
 
 def boxes_of(

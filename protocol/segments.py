@@ -149,7 +149,7 @@ class PullPlanner:
             copy.dest_dtype,
             source.global_shape,
             source.dtype,
-            tuple((shard.offset, shard.shape) for shard in source.shards),
+            tuple((shard.offset, shard.shape, shard.strides) for shard in source.shards),
         )
         if key not in self._maps:
             self._maps[key] = _as_maps(copy, source)
@@ -175,13 +175,13 @@ def lower_copy(copy: RecordedCopy, source: Source, *, refuse_small_runs: bool = 
     return PullPlanner().lower(copy, source, refuse_small_runs=refuse_small_runs)
 
 
-def bounce_copy(copy: RecordedCopy, src_shape: tuple[int, ...], src_dtype: torch.dtype) -> Bounce:
-    """A dense detour for a copy that cannot land in place: exactly the needed elements, in source order.
+def bounce_copy(copy: RecordedCopy, source: Source) -> Bounce:
+    """A dense detour for a copy that cannot land in place: exactly the needed elements, in the order they lie in.
 
     Raises:
         InvalidLayoutError: the chain does not fit the source.
     """
-    view = source_view(copy, src_shape, src_dtype)
+    view = source_view(copy.src_name, copy.op_chain, _as_it_lies(source))
     order = tuple(sorted(range(len(view.shape)), key=lambda dim: (-view.strides[dim], dim)))
     shape = tuple(view.shape[dim] for dim in order)
     dense = torch.empty(shape, device="meta")
@@ -197,31 +197,30 @@ def bounce_copy(copy: RecordedCopy, src_shape: tuple[int, ...], src_dtype: torch
     return Bounce(detour, dense.numel(), order, view.rest)
 
 
-def source_view(copy: RecordedCopy, src_shape: tuple[int, ...], src_dtype: torch.dtype) -> SourceView:
-    """The longest prefix of the chain that is one strided view of the logical tensor.
+def source_view(name: str, op_chain: OpChain, logical: torch.Tensor) -> SourceView:
+    """The longest prefix of the chain that is one strided view of `logical`, a tensor on meta.
 
     `contiguous` moves no element in logical order, so it is passed over; a later `view` that needs it ends the
-    prefix.
+    prefix. `name` is whose chain it is, for messages.
 
     Raises:
-        InvalidLayoutError: the chain does not fit the source.
+        InvalidLayoutError: the chain does not fit the tensor.
     """
-    base = torch.empty(tuple(src_shape), dtype=src_dtype, device="meta")
-    current, skipped = base, False
+    current, skipped = logical, not logical.is_contiguous()
     prefix: list[OpChain] = []
     position = 0
-    while position < len(copy.op_chain):
-        step = 2 if copy.op_chain[position][0] in ("chunk", "unbind") else 1
-        entries = copy.op_chain[position : position + step]
+    while position < len(op_chain):
+        step = 2 if op_chain[position][0] in ("chunk", "unbind") else 1
+        entries = op_chain[position : position + step]
         if entries[0][0] == "contiguous":
             skipped, position = skipped or not current.is_contiguous(), position + 1
             continue
-        viewed = _as_view(current, entries, copy, skipped)
+        viewed = _as_view(current, entries, describe_chain(name, op_chain), skipped)
         if viewed is None:
             break
         current, position = viewed, position + step
         prefix.append(entries)
-    rest = copy.op_chain[position:] if position < len(copy.op_chain) else ()
+    rest = op_chain[position:] if position < len(op_chain) else ()
     return SourceView(
         dtype=current.dtype,
         offset=int(current.storage_offset()),
@@ -235,16 +234,29 @@ def source_view(copy: RecordedCopy, src_shape: tuple[int, ...], src_dtype: torch
 # -- step 1 -------------------------------------------------------------------------------------------
 
 
-def _as_view(
-    current: torch.Tensor, entries: OpChain, copy: RecordedCopy, skipped_contiguous: bool
-) -> torch.Tensor | None:
+def _as_it_lies(source: Source) -> torch.Tensor:
+    """The logical tensor on meta, its dimensions in memory in the order that its largest shard has them in."""
+    shape, dtype = source.global_shape, dtype_from_name(source.dtype)
+    largest = max(source.shards, key=lambda shard: torch.Size(shard.shape).numel(), default=None)
+    if largest is None or largest.strides is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    steps = largest.strides
+    long = [dim for dim, size in enumerate(largest.shape) if size > 1]  # the stride of a single index means nothing
+    order = list(range(len(shape)))
+    for place, dim in zip(long, sorted(long, key=lambda dim: -steps[dim]), strict=True):
+        order[place] = dim
+    dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device="meta")
+    return dense.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _as_view(current: torch.Tensor, entries: OpChain, what: str, skipped_contiguous: bool) -> torch.Tensor | None:
     """The entries applied, if the result still views the same memory, else None."""
     try:
         result = replay(current, entries)
     except ValueError as error:
         if skipped_contiguous:  # `view` of what would have been contiguous by now
             return None
-        raise InvalidLayoutError(f"{describe_chain(copy.src_name, copy.op_chain)}: {error}") from None
+        raise InvalidLayoutError(f"{what}: {error}") from None
     same = result.untyped_storage()._cdata == current.untyped_storage()._cdata
     return result if same else None
 
@@ -254,7 +266,8 @@ def _as_view(
 
 def _as_maps(copy: RecordedCopy, source: Source) -> tuple[AffineMap, AffineMap, int]:
     """(the copy as a map of one piece, the shards as a map, bytes per element of both)."""
-    view = source_view(copy, source.global_shape, dtype_from_name(source.dtype))
+    logical_tensor = torch.empty(source.global_shape, dtype=dtype_from_name(source.dtype), device="meta")
+    view = source_view(copy.src_name, copy.op_chain, logical_tensor)
     where = describe_chain(copy.src_name, copy.op_chain)
     if view.rest:
         raise UnsupportedLayoutError(f"{where} is no strided view")
@@ -286,26 +299,32 @@ def _as_maps(copy: RecordedCopy, source: Source) -> tuple[AffineMap, AffineMap, 
 def _shards_as_map(source: Source, logical: tuple[int, ...], widening: int) -> AffineMap:
     """Rank i of the map is shard i of the source."""
     strides = row_major_strides(logical)
-    boxes = [(_widened(shard.offset, widening), _widened(shard.shape, widening)) for shard in source.shards]
     holders: dict[object, list[int]] = {}
-    for index, box in enumerate(boxes):
-        holders.setdefault(box, []).append(index)
-    pieces = [
-        (
-            AffinePiece(
-                shape,
-                sum(o * stride for o, stride in zip(offset, strides, strict=True)),
-                strides,
-                0,
-                row_major_strides(shape),
-                tuple(holders[offset, shape]),
-            ),
-        )
-        if 0 not in shape
-        else ()
-        for offset, shape in boxes
-    ]
-    return AffineMap(logical, tuple(shape for _, shape in boxes), tuple(pieces))
+    for index, shard in enumerate(source.shards):
+        holders.setdefault((shard.offset, shard.shape), []).append(index)
+    spaces: list[tuple[int, ...]] = []
+    pieces: list[tuple[AffinePiece, ...]] = []
+    for shard in source.shards:
+        shape, source_strides, steps = _loops(shard, strides, widening)
+        space = shape if shard.strides is None else dense_space(shape, steps)
+        offset = sum(o * stride for o, stride in zip(_widened(shard.offset, widening), strides, strict=True))
+        piece = AffinePiece(shape, offset, source_strides, 0, steps, tuple(holders[shard.offset, shard.shape]))
+        spaces.append(space)
+        pieces.append(() if 0 in shape else (piece,))
+    return AffineMap(logical, tuple(spaces), tuple(pieces))
+
+
+def _loops(
+    shard: SourceShard, strides: tuple[int, ...], widening: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(counts, strides in the logical tensor, strides in memory) of a shard, in elements `widening` times smaller."""
+    if shard.strides is None:
+        shape = _widened(shard.shape, widening)
+        return shape, strides, row_major_strides(shape)
+    if widening == 1:
+        return shard.shape, strides, shard.strides
+    inner = (*strides[:-1], strides[-1] * widening, 1)
+    return (*shard.shape, widening), inner, (*(step * widening for step in shard.strides), 1)
 
 
 def _widened(sizes: tuple[int, ...], factor: int) -> tuple[int, ...]:

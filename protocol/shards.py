@@ -1,8 +1,9 @@
 """Shard tables: which rank holds which box of which tensor, merged into one picture of the model.
 
-Every shard is a box of the logical tensor, lying C-contiguous at `addr` in its owner's address space. Merging
-collapses exact replicas, keeps genuine fan-in, and refuses ranks that contradict each other. The thing to
-watch: `addr` is bytes, everything else is elements.
+Every shard is a box of the logical tensor, lying at `addr` in its owner's address space, C-contiguous unless it
+says its strides; what a rank keeps in several places is several boxes. Merging collapses exact replicas, keeps
+genuine fan-in, and refuses ranks that contradict each other. The thing to watch: `addr` is bytes, everything else
+is elements.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weightsync.protocol.errors import InvalidLayoutError
 
 @dataclass(frozen=True)
 class PublishedShard:
-    """One rank's box of one tensor.
+    """One rank's box of one tensor, C-contiguous at `addr`.
 
     `shard_offset` and `shape` have one entry per dimension of the logical tensor.
     """
@@ -31,6 +32,26 @@ class PublishedShard:
     @property
     def numel(self) -> int:
         return _product(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """Elements from one index to the next per dimension; None for C-contiguous."""
+        return None
+
+
+@dataclass(frozen=True)
+class StridedShard(PublishedShard):
+    """A box that does not lie C-contiguous: part of a fused, stacked, interleaved or transposed tensor.
+
+    A class of its own, so that the many plain boxes carry no strides over the wire. `steps` are its strides in
+    elements; the element at index (0, ..., 0) of the box is at `addr`.
+    """
+
+    steps: tuple[int, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.steps
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,8 @@ class SourceShard:
     addr: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    """In elements; None for C-contiguous."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,7 @@ def build_sources(
                 shard.addr,
                 shard.shard_offset,
                 shard.shape,
+                shard.strides,
             )
             for shard in tensor.shards
         )
@@ -170,6 +194,14 @@ def _check_shard(tensor: PublishedTensor, shard: PublishedShard) -> None:
         raise InvalidLayoutError(
             f"{tensor.name!r}: {shard.agent_name} publishes {shard.shape} at {shard.shard_offset}, which does not fit "
             f"into {tensor.full_shape}"
+        )
+    steps = shard.strides
+    if steps is not None and (
+        len(steps) != len(shard.shape) or any(n > 1 and s < 1 for n, s in zip(shard.shape, steps, strict=True))
+    ):
+        raise InvalidLayoutError(
+            f"{tensor.name!r}: {shard.agent_name} publishes {shard.shape} at strides {steps}; give one positive stride "
+            "per dimension"
         )
 
 

@@ -87,8 +87,9 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan the copies that fill every shard of `target` from the shards of `source`.
 
-    With `partial` the target's pieces may leave out elements of its shards, which then are not written: a
-    recorded copy fills one part of a fused parameter, and other copies the others.
+    With `partial` pieces may leave out elements of their shards, which then are neither written nor read: a
+    recorded copy fills one part of a fused parameter and other copies the others, and a shard that lies strided
+    has other tensors' elements between its own.
 
     Both maps describe the same logical tensor. Raises InvalidLayoutError when they contradict themselves or
     each other or when the source leaves out a region the target needs (naming it in coordinates),
@@ -107,7 +108,7 @@ def plan_transfer(
             f"the target maps a tensor of shape {target.logical_shape}, the source {source.logical_shape}"
         )
     budget.check_pieces(sum(len(p) for m in (target, source) for p in m.pieces_by_rank))
-    check_map(source, "source", max_boxes=budget.max_boxes)
+    check_map(source, "source", max_boxes=budget.max_boxes, partial=partial)
     check_map(target, "target", max_boxes=budget.max_boxes, partial=partial)
     wanted, held = _Boxes.of(target, budget), _Boxes.of(source, budget)
     regions = _Regions.of(held)

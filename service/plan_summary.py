@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.protocol.amounts import format_bytes
+from weightsync.protocol.boxes import is_row_major
 from weightsync.protocol.cost_model import LinkCosts, RunShape, Strategy, choose, predict, spans
 from weightsync.protocol.dtypes import dtype_from_name, dtype_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
@@ -183,7 +184,7 @@ def summarize_recorded(
             try:
                 runs = planner.lower(copy, held)
             except UnsupportedLayoutError as error:
-                bounce = bounce_copy(copy, held.global_shape, dtype_from_name(held.dtype))
+                bounce = bounce_copy(copy, held)
                 runs = planner.lower(bounce.copy, held)
                 tally.packed.append(Packed(what=copy.param_name, nbytes=_nbytes(runs), why=str(error)))
             for own in runs:
@@ -291,14 +292,14 @@ def _remembered(build: Callable[[Shape], AffineMap]) -> Callable[[Shape], Affine
 
 
 def _as_source(name: str, dtype: str, layout: AffineMap) -> Source:
-    """A layout of boxes as a shard table; what is no box cannot be published by a trainer either."""
+    """A layout as a shard table; a rank's shard begins at address 0."""
+    itemsize = dtype_from_name(dtype).itemsize
     shards = []
     for rank in range(layout.num_ranks):
         for box, _ in layout.logical_boxes(rank):
-            if layout.shard_shapes[rank] != box.extent:
-                raise UnsupportedLayoutError(f"{name}: rank {rank} of the source layout holds more than one box")
-            shards.append(SourceShard(rank, 0, box.start, box.extent))
-    return Source(name, layout.logical_shape, dtype, dtype_from_name(dtype).itemsize, tuple(shards))
+            strides = None if is_row_major(box.extent, box.strides) else box.strides
+            shards.append(SourceShard(rank, box.offset * itemsize, box.start, box.extent, strides))
+    return Source(name, layout.logical_shape, dtype, itemsize, tuple(shards))
 
 
 def _nbytes(runs: Sequence[Runs]) -> int:

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -50,22 +50,21 @@ from weightsync.protocol.messages import (
     PublishMode,
     RankLayout,
     RankStats,
-    TensorMeta,
 )
-from weightsync.protocol.shards import PublishedShard, PublishedTensor
+from weightsync.protocol.shards import PublishedTensor
 from weightsync.protocol.status import SyncReport
 from weightsync.service.api import ServiceHandle, connect
+from weightsync.service.shard_table import (
+    check_manifest,
+    check_readable,
+    nbytes_of,
+    only_device,
+    placement,
+    shard_table,
+    span_bytes,
+)
 
 _NO_LAYOUT = RankLayout(0, (), (), ())
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """Where one shard lay at registration."""
-
-    addr: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Publisher:
@@ -104,7 +103,7 @@ class Publisher:
         self._registry = handle.registry
         self._options: RegistryOptions = call(self._registry.options.remote())
         self._manifest = source.manifest()
-        _check_manifest(rank, self._manifest)
+        check_manifest(rank, self._manifest)
         self._transport: Transport | None = None
         self._mirror: ShardMirror | None = None
         self._ring: ExportRing | None = None
@@ -138,6 +137,7 @@ class Publisher:
             SyncError: a parameter does not lie any more where it did.
         """
         self._refuse_if_closed()
+        self._source.refresh()
         self._check_placements()
         await_device(torch.device(self._device))  # peers read memory, and know nothing of streams
         if self._mirror is not None:  # before the epoch opens: consumers read as soon as it does
@@ -169,7 +169,7 @@ class Publisher:
         """Memory this rank takes beside its weights."""
         ring = sum(segment.name.nbytes for segment in self._ring.segments) if self._ring is not None else 0
         mirror = self._mirror.segment.name.nbytes if self._mirror is not None else 0
-        return ring + mirror + (self._packer.slot_bytes if self._packer is not None else 0)
+        return self._source.extra_bytes + ring + mirror + (self._packer.slot_bytes if self._packer is not None else 0)
 
     def _begin(self, version: int, timeout_s: float) -> EpochGrant:
         """Meet the other ranks; a registry that restarted meanwhile is joined again."""
@@ -307,9 +307,10 @@ class Publisher:
         assert self._transport is not None
         shards = self._source.shards()
         self._check_hashable(shards)
-        self._placements = {shard.name: _placement(shard) for shard in shards}
-        self._device = _only_device(self._rank, shards)
+        self._placements = [placement(shard) for shard in shards]
+        self._device = only_device(self._rank, shards)
         if self._transport.reads_trainer_memory:
+            check_readable(self._rank, shards)
             self._transport.register(shard.tensor for shard in shards)
             addresses = [shard.tensor.data_ptr() for shard in shards]
         else:
@@ -320,28 +321,11 @@ class Publisher:
         base = 0 if self._mirror is None else self._mirror.segment.memory.data_ptr()
         if self._transport.reads_trainer_memory:
             self._packer = TrainerPacker(self._transport, [shard.tensor for shard in shards])
+        lies = span_bytes if self._mirror is None else nbytes_of  # a mirror is dense
         self._digests = ShardDigests(
-            [(base + addr, shard.tensor.nbytes) for shard, addr in zip(shards, addresses, strict=True)], base
+            [(base + addr, lies(shard)) for shard, addr in zip(shards, addresses, strict=True)], base
         )
-        shape_of = {meta.name: meta.shape for meta in self._manifest}
-        return tuple(
-            PublishedTensor(
-                name=shard.name,
-                dtype=dtype_name(shard.tensor.dtype),
-                elsize=shard.tensor.element_size(),
-                full_shape=shape_of[shard.name],
-                shards=(
-                    PublishedShard(
-                        agent_name=agent_name,
-                        device_id=shard.tensor.device.index or 0,
-                        addr=addr,
-                        shard_offset=shard.offset,
-                        shape=tuple(shard.tensor.shape),
-                    ),
-                ),
-            )
-            for shard, addr in zip(shards, addresses, strict=True)
-        )
+        return shard_table(agent_name, self._manifest, shards, addresses, dense=self._mirror is not None)
 
     def _check_hashable(self, shards: Sequence[LocalShard]) -> None:
         for shard in shards:
@@ -357,13 +341,16 @@ class Publisher:
         """In live mode every shard must lie where it lay when consumers planned."""
         if self._mode is not PublishMode.LIVE:
             return
-        for shard in self._source.shards():
-            known, now = self._placements.get(shard.name), _placement(shard)
-            if known != now:
-                raise SyncError(
-                    f"rank {self._rank}: {shard.name!r} was {known} when it was registered and is {now} now; the "
-                    "trainer reallocated it, so close this Publisher and make a new one"
-                )
+        shards = self._source.shards()
+        now = [placement(shard) for shard in shards]
+        if now == self._placements:
+            return
+        moved = next((pair for pair in zip(self._placements, now, strict=False) if pair[0] != pair[1]), None)
+        what = f"{moved[0]} is {moved[1]} now" if moved else f"{len(self._placements)} shards are {len(now)} now"
+        raise SyncError(
+            f"rank {self._rank}: what was registered as {what}; the trainer reallocated it, so close this Publisher "
+            "and make a new one"
+        )
 
     def _serve_live(self, grant: EpochGrant) -> LedgerMeasures:
         """Consumers read by themselves; what they need of this process meanwhile is digests and packed chunks."""
@@ -467,28 +454,3 @@ def _mode(mode: str | PublishMode) -> PublishMode:
         return PublishMode(mode)
     except ValueError:
         raise ValueError(f"mode must be one of {[m.value for m in PublishMode]}, got {mode!r}") from None
-
-
-def _placement(shard: LocalShard) -> _Placement:
-    return _Placement(shard.tensor.data_ptr(), tuple(shard.tensor.shape), shard.tensor.dtype)
-
-
-def _only_device(rank: int, shards: Sequence[LocalShard]) -> str:
-    devices = {str(shard.tensor.device): shard.name for shard in shards}
-    if len(devices) > 1:
-        (one, name), (other, other_name) = list(devices.items())[:2]
-        raise InvalidLayoutError(
-            f"rank {rank}: {name!r} is on {one} and {other_name!r} on {other}; a rank publishes from one device"
-        )
-    return next(iter(devices), "cpu")
-
-
-def _check_manifest(rank: int, manifest: tuple[TensorMeta, ...]) -> None:
-    names = [meta.name for meta in manifest]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) != len(names) else []
-    if twice:
-        raise InvalidLayoutError(f"rank {rank}: {twice[:3]} are named twice by the source")
-    known = {meta.name for meta in manifest if meta.alias_of is None}
-    for meta in manifest:
-        if meta.alias_of is not None and meta.alias_of not in known:
-            raise InvalidLayoutError(f"rank {rank}: {meta.name!r} is an alias of {meta.alias_of!r}, which is unknown")

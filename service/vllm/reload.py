@@ -11,6 +11,7 @@ a conversion may keep what it was given, or write into it, so it gets memory of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -68,20 +69,22 @@ def convert(layer: nn.Module) -> None:
         del layer._already_called_process_weights_after_loading
     method = getattr(layer, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
-        made_before = getattr(method, "moe_kernel", None)
+        made_before: Any = getattr(method, "moe_kernel", None)
         method.process_weights_after_loading(layer)
         if isinstance(method, UnquantizedFusedMoEMethod) and made_before is not None:
             # vLLM (0.32) leaves this out except at the first loading; on CPU it would compute with unpacked experts.
             made_before.fused_experts.process_weights_after_loading(layer)
-    if hasattr(layer, "update_param_tp_status"):
-        layer.update_param_tp_status()
+    update: Any = getattr(layer, "update_param_tp_status", None)
+    if update is not None:
+        update()
 
 
 def derive_attention(model: nn.Module, dtype: torch.dtype) -> None:
     """What attention layers compute from the weights of other layers (MLA's absorbed projections)."""
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
-            layer.process_weights_after_loading(dtype)
+            derive: Any = layer.process_weights_after_loading
+            derive(dtype)
 
 
 def _fill(layer: nn.Module, weights: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> None:
@@ -131,6 +134,6 @@ def _put_back(
     for name in get_layer_tensors(layer):
         delattr(layer, name)
     for name, tensor in parameters.items():
-        layer.register_parameter(name, kept.get(name, tensor))
+        layer.register_parameter(name, cast(nn.Parameter, kept.get(name, tensor)))
     for name, tensor in buffers.items():
         layer.register_buffer(name, kept.get(name, tensor), persistent=name not in unsaved)

@@ -88,3 +88,16 @@ def own_digests(one: Regions) -> dict[int, list[list[int]]]:
 def test_the_error_names_tensor_rank_and_version() -> None:
     assert "'a.weight' as read from rank 2 is not what it published as version 7" in str(mismatch(["a.weight"], 2, 7))
     assert "'a.weight' and 2 more regions as read from" in str(mismatch(["a.weight", "b", "c"], 2, 7))
+
+
+def test_shards_between_each_other_are_one_stretch_of_published_memory() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    base = memory.ctypes.data
+    held = [(base + start, nbytes) for start, nbytes in ((0, 20), (4, 8), (20, 12))]  # one in another, one goes on
+    own = ShardDigests(held, base)
+    own.expect({1: (Regions(np.array([14, 30]), np.array([10, 2]), (1, 1)),)})
+    assert own.compute([1], 0, "full") == {
+        1: [[xxhash.xxh3_64(memory[a : a + n].tobytes()).intdigest() for a, n in ((14, 10), (30, 2))]]
+    }
+    with pytest.raises(SyncError, match="not published"):
+        own.expect({1: (Regions(np.array([30]), np.array([3]), (1,)),)})

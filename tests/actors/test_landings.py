@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import InvalidLayoutError
 from weightsync.protocol.lowering import clip_runs
 from weightsync.protocol.messages import InstallMode, LayoutSnapshot, ProducerRegistration, PublishMode, TensorMeta
-from weightsync.protocol.shards import PublishedShard, PublishedTensor
+from weightsync.protocol.shards import PublishedShard, PublishedTensor, StridedShard
 
 Held = tuple[tuple[int, int], torch.Tensor]
 """Rows from..to of a 2-D tensor, and their memory."""
@@ -81,6 +82,35 @@ def test_a_lost_ranks_bytes_come_from_others_and_no_other_byte_is_read_again(dat
     moved = sum(int(runs.nbytes.sum()) for runs in found.values())
     assert moved == 4 * int((before == 0).sum()), "only what was missing moved"
     assert all(sum(n for _, n in runs.names) == len(runs.nbytes) for runs in found.values())
+
+
+def test_a_lost_transposed_shard_is_replaced_by_a_plain_one_and_the_other_way_round() -> None:
+    full = torch.randn(80, 48)
+    memory = [full.t().contiguous(), full.clone()]
+    shards = (
+        StridedShard("r0", 0, memory[0].data_ptr(), (0, 0), (80, 48), (1, 80)),
+        PublishedShard("r1", 0, memory[1].data_ptr(), (0, 0), (80, 48)),
+    )
+    for order in ((0, 1), (1, 0)):
+        producers = tuple(
+            replace(
+                registration(rank, "w", (80, 48), []),
+                agent_name=shards[index].agent_name,
+                table=(PublishedTensor("w", "float32", 4, (80, 48), (shards[index],)),),
+            )
+            for rank, index in enumerate(order)
+        )
+        meta = producers[0].manifest
+        snapshot = LayoutSnapshot(1, PublishMode.LIVE, "nixl", ("w",), (1,), meta, producers, (), 1)
+        target = torch.zeros(80, 48)
+        plan = landings(snapshot, target, (0, 48), 0)
+        assert [rank for _, rank in plan.runs] == [0]
+        for runs in plan.elsewhere(0, {0}, plan.runs[0, 0]).values():
+            assert int(runs.nbytes.sum()) == full.nbytes
+            carry_out(runs)
+        for scatter in plan.scatters.get(0, ()):
+            target.copy_(scatter.result())
+        assert torch.equal(target, full)
 
 
 def test_what_nobody_else_holds_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from weightsync.protocol.shards import (
     PublishedShard,
     PublishedTensor,
     Source,
+    StridedShard,
     build_sources,
     check_complete,
     merge_shard_tables,
@@ -28,17 +30,24 @@ Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Memory:
-    """Shards of one tensor laid out in a fake address space, byte by byte."""
+    """Shards of one tensor laid out in a fake address space, byte by byte; with `strides`, not C-contiguous."""
 
-    def __init__(self, full: torch.Tensor, boxes: Boxes) -> None:
+    def __init__(self, full: torch.Tensor, boxes: Boxes, strides: Sequence[tuple[int, ...] | None] = ()) -> None:
         self.full, self.bytes, self.read = full, {}, {}
-        shards, addr = [], 1000
+        shards: list[PublishedShard] = []
+        addr, size = 1000, full.element_size()
         for index, (offset, shape) in enumerate(boxes):
             part = full[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))].contiguous()
-            for position, value in enumerate(part.reshape(-1).view(torch.uint8).tolist()):
-                self.bytes[addr + position] = value
-            shards.append(PublishedShard(f"rank{index}", 0, addr, tuple(offset), tuple(shape)))
-            addr += part.numel() * part.element_size() + 64
+            steps = strides[index] if strides else None
+            elements = part.reshape(-1, 1).view(torch.uint8).tolist()
+            reach = 0
+            for at, (coordinates, values) in enumerate(zip(np.ndindex(*shape), elements, strict=True)):
+                where = at if steps is None else sum(c * s for c, s in zip(coordinates, steps, strict=True))
+                self.bytes.update({addr + where * size + byte: value for byte, value in enumerate(values)})
+                reach = max(reach, where)
+            box = (f"rank{index}", 0, addr, tuple(offset), tuple(shape))
+            shards.append(PublishedShard(*box) if steps is None else StridedShard(*box, steps))
+            addr += (reach + 1) * size + 64
         self.tables = [
             [PublishedTensor("w", str(full.dtype)[6:], full.element_size(), tuple(full.shape), (shard,))]
             for shard in shards
@@ -94,6 +103,18 @@ def tiled(draw: st.DrawFn) -> tuple[torch.Tensor, Boxes]:
     dtype = draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]))
     full = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     return full, draw(st.permutations(boxes))
+
+
+@st.composite
+def strides_for(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """None, or strides of that box: dimensions in any order, with gaps between them, and no element twice."""
+    if draw(st.booleans()):
+        return None
+    strides, step = [0] * len(shape), draw(st.integers(1, 3))
+    for dim in draw(st.permutations(range(len(shape)))):
+        strides[dim] = step
+        step = (shape[dim] - 1) * step + step * draw(st.integers(1, 2)) + draw(st.sampled_from([0, 0, 1]))
+    return tuple(strides)
 
 
 @st.composite
@@ -155,11 +176,53 @@ def test_a_strided_destination_is_filled_where_it_should_be(data: st.DataObject)
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+def test_shards_that_lie_strided_are_pulled_like_any_other(data: st.DataObject) -> None:
+    full, boxes = data.draw(tiled())
+    memory = Memory(full, boxes, [data.draw(strides_for(shape)) for _, shape in boxes])
+    copy = whole(full, data.draw(chain_for(full)))
+    assert torch.equal(pull(memory, copy), replay(full, copy.op_chain))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_bounce_out_of_strided_shards_views_the_right_elements(data: st.DataObject) -> None:
+    full, boxes = data.draw(tiled())
+    memory = Memory(full, boxes, [data.draw(strides_for(shape)) for _, shape in boxes])
+    copy = whole(full, data.draw(chain_for(full)), torch.float64)
+    bounce = bounce_copy(copy, memory.source())
+    runs = lower_copy(bounce.copy, memory.source(), refuse_small_runs=False)
+    segments = [
+        PullSegment(r.session, int(s), "p", int(d), int(n))
+        for r in runs
+        for s, d, n in zip(r.src_addr, r.dst_byte, r.nbytes, strict=True)
+    ]
+    scratch = memory.execute(segments, bounce.scratch_elements * full.element_size()).view(full.dtype)
+    assert torch.equal(bounce.view(scratch), replay(full, copy.op_chain))
+
+
+def test_a_transposed_shard_is_bounced_in_the_order_it_lies_in() -> None:
+    full = torch.arange(64.0 * 128).view(64, 128)
+    memory = Memory(full, [((0, 0), (64, 128))], [(1, 64)])
+    with pytest.raises(UnsupportedLayoutError, match="8192 runs of 4 bytes"):
+        lower_copy(whole(full), memory.source())
+    bounce = bounce_copy(whole(full), memory.source())
+    assert [runs.nbytes.tolist() for runs in lower_copy(bounce.copy, memory.source())] == [[full.nbytes]]
+
+
+def test_a_chain_that_looks_at_bits_reads_a_strided_shard_too() -> None:
+    full = torch.arange(24, dtype=torch.int32).view(4, 6)
+    memory = Memory(full, [((0, 0), (4, 6))], [(9, 1)])
+    chain = (("view", (torch.uint8,), ()), ("narrow", (1, 3, 9), ()))
+    assert torch.equal(pull(memory, whole(full, chain)), replay(full, chain))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
 def test_a_bounce_reads_exactly_the_needed_elements_and_views_them_right(data: st.DataObject) -> None:
     full, boxes = data.draw(tiled())
     chain = data.draw(chain_for(full))
     memory, copy = Memory(full, boxes), whole(full, chain, torch.float64)
-    bounce = bounce_copy(copy, tuple(full.shape), full.dtype)
+    bounce = bounce_copy(copy, memory.source())
     runs = lower_copy(bounce.copy, memory.source(), refuse_small_runs=False)
     segments = [
         PullSegment(r.session, int(s), "p", int(d), int(n))
@@ -177,8 +240,8 @@ def test_a_reshape_after_a_transpose_goes_through_a_bounce() -> None:
     copy = whole(full, chain)
     with pytest.raises(UnsupportedLayoutError, match="no strided view"):
         lower_copy(copy, Memory(full, [((0, 0), (4, 6))]).source())
-    bounce = bounce_copy(copy, (4, 6), full.dtype)
     memory = Memory(full, [((0, 0), (2, 6)), ((2, 0), (2, 6))])
+    bounce = bounce_copy(copy, memory.source())
     assert torch.equal(bounce.view(pull(memory, bounce.copy).reshape(-1)), replay(full, chain))
 
 
@@ -290,3 +353,16 @@ def test_many_tiny_runs_are_left_to_a_bounce() -> None:
     full = torch.arange(64 * 64).view(64, 64)
     with pytest.raises(UnsupportedLayoutError, match="4096 runs of 8 bytes"):
         lower_copy(whole(full, (("t", (), ()),)), Memory(full, [((0, 0), (64, 64))]).source())
+
+
+@pytest.mark.parametrize("steps", [(4,), (0, 1), (-4, 1)])
+def test_strides_that_are_none_are_refused(steps: tuple[int, ...]) -> None:
+    shard = StridedShard("rank0", 0, 0, (0, 0), (2, 4), steps)
+    with pytest.raises(InvalidLayoutError, match=r"'w': rank0 publishes .* strides"):
+        merge_shard_tables([[PublishedTensor("w", "float32", 4, (8, 4), (shard,))]])
+
+
+def test_a_plain_shard_carries_no_strides_over_the_wire() -> None:
+    plain = ("rank0", 0, 1 << 40, (0, 0), (2, 4))
+    assert vars(PublishedShard(*plain)).keys() == {"agent_name", "device_id", "addr", "shard_offset", "shape"}
+    assert vars(StridedShard(*plain, (8, 1))).keys() >= {"steps"}

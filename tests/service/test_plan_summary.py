@@ -143,6 +143,15 @@ def test_a_recorded_engine_is_summarised_as_its_own_loader_loads(world: int) -> 
     assert summary.distinct_plans < summary.copies, "layers alike are planned once"
 
 
+def test_an_engine_is_recorded_against_ranks_that_hold_several_boxes() -> None:
+    config, tensors = describe_model("tiny")
+    fused, plain = (
+        summarize_recorded(tensors, source, demo_engine(config), 2, "lowest") for source in ("gate_up/2", "split:0/2")
+    )
+    assert fused.bytes_by_target == plain.bytes_by_target
+    assert fused.bytes_by_source[0] == fused.bytes_by_source[1]
+
+
 def test_layouts_of_a_whole_model_are_planned_once_per_shape() -> None:
     _, tensors = describe_model("tiny")
     summary = summarize_layouts(tensors, "dtensor:R,S(0)/2x2", "split:1/2", "lowest")

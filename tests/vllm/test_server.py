@@ -27,7 +27,13 @@ def test_a_server_follows(
 ) -> None:
     service, port = make_service(stall_timeout_s=120.0), free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
-    command += ["--model", str(checkpoints("llama", 1)), "--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+    command += [
+        "--model",
+        str(checkpoints("llama", 1)),
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--enable-scale-out",
+    ]
     command += ["--max-model-len", "128", "--weight-transfer-config", '{"backend": "weightsync"}']
     settings = {"WEIGHTSYNC_SERVICE": service.name, "WEIGHTSYNC_ENGINE": "web", "VLLM_PLUGINS": "weightsync"}
     weights = {seed: read(checkpoints("llama", seed)) for seed in (2, 3)}

@@ -48,7 +48,7 @@ class _Iterated(WeightSource):
         return iter(())
 
 
-@pytest.mark.parametrize("install", ["shadow", "in_place"])
+@pytest.mark.parametrize("install", ["in_place", pytest.param("shadow", marks=pytest.mark.slow)])
 def test_send_weights(
     make_service: Callable[..., ServiceHandle],
     reachable: None,

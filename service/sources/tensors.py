@@ -1,7 +1,7 @@
-"""Sources: what a trainer rank publishes.
+"""Sources of tensors that have their checkpoint names: state dicts, modules, DTensors.
 
-All of them describe the tensors where they lie; none gathers anything in live mode. The thing to watch: a
-shard must stay where it is between `describe` and the end of training, so sources hold on to the trainer's own
+They describe the tensors where they lie; none gathers anything in live mode. The thing to watch: a shard must
+stay where it is between registration and the end of training, so sources hold on to the trainer's own
 storages and never copy. Tied weights (one memory under several names) are published once, under the first
 name, and the others travel as aliases.
 """
@@ -98,7 +98,7 @@ class ModuleSource(StateDictSource):
     """
 
     def __init__(self, module: nn.Module, buffers: bool = True) -> None:
-        super().__init__(_named_tensors(module, buffers))
+        super().__init__(named_tensors(module, buffers))
 
 
 class DTensorSource(ModuleSource):
@@ -124,7 +124,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _named_tensors(module: nn.Module, buffers: bool) -> dict[str, torch.Tensor]:
+def named_tensors(module: nn.Module, buffers: bool) -> dict[str, torch.Tensor]:
     """Every name in checkpoint order, tied ones included."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     if buffers:
@@ -151,11 +151,6 @@ def _local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
         local, offset = tensor.to_local().detach(), dtensor_offset(name, tensor)
     else:
         local, offset = tensor.detach(), (0,) * tensor.dim()
-    if not local.is_contiguous():
-        raise UnsupportedLayoutError(
-            f"{name!r} is not contiguous (shape {tuple(local.shape)}, strides {local.stride()}); publish it in "
-            "staged mode, or make it contiguous in the trainer"
-        )
     return LocalShard(name, offset, local)
 
 
