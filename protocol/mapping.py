@@ -55,10 +55,12 @@ class Assembly:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, view: RecordingTensor | Assembly) -> Assembly:
+    def of(cls, view: torch.Tensor | Assembly) -> Assembly:
         """A recorded view as the only part."""
         if isinstance(view, Assembly):
             return view
+        if not isinstance(view, RecordingTensor):
+            raise InvalidLayoutError(f"a mapping returns views of the tensors it is given, not a {type(view).__name__}")
         name, chain = view.key
         if view.converted_to is not None:
             raise UnsupportedLayoutError(
@@ -69,7 +71,7 @@ class Assembly:
         return cls(shape, view.dtype, (Part(name, chain, (0,) * len(shape), shape),))
 
 
-def cat(tensors: Sequence[RecordingTensor | Assembly], dim: int = 0) -> Assembly:
+def cat(tensors: Sequence[torch.Tensor | Assembly], dim: int = 0) -> Assembly:
     """Recorded views one after another along `dim`; `torch.cat` of what is not there yet.
 
     Raises:
@@ -136,15 +138,15 @@ class MappedTensor:
         """Trainer tensors it is made of."""
         return tuple(self._regions)
 
-    def place(self, source: str, held: Box) -> Iterator[Box]:
-        """What a box of a trainer tensor is of this one.
+    def place(self, source: str, held: Box) -> list[Box]:
+        """What a box of a trainer tensor is of this one: boxes of this tensor, addressing the same memory.
 
         Args:
             held: a box of the trainer tensor; its `offset` and `strides` address memory, in elements.
-
-        Yields:
-            Boxes of the published tensor, addressing the same memory.
         """
+        return _joined(list(self._boxes(source, held)))
+
+    def _boxes(self, source: str, held: Box) -> Iterator[Box]:
         for part, region in self._regions.get(source, ()):
             unit = row_major_strides(part.shape)
             for wanted in region:
@@ -195,6 +197,35 @@ def _region(name: str, part: Part, shape: tuple[int, ...], dtype: torch.dtype) -
         row_major_strides(view.shape),
         what=f"{name!r}, mapped as {part}",
     )
+
+
+def _joined(boxes: list[Box]) -> list[Box]:
+    """The same elements in fewer boxes: those that go on along a dimension, at one step in memory, are one."""
+    for dim in range(len(boxes[0].start)) if len(boxes) > 1 else ():
+        out: list[Box] = []
+        for box in sorted(boxes, key=lambda b: (_without(b.start, dim), b.start[dim])):
+            both = _continued(out[-1], box, dim) if out else None
+            out[-1:] = [both] if both else [*out[-1:], box]
+        boxes = out
+    return boxes
+
+
+def _continued(box: Box, after: Box, dim: int) -> Box | None:
+    """Both as one box, if the second goes on where the first ends."""
+    length = box.extent[dim]
+    step, rest = divmod(after.offset - box.offset, length)
+    fits = (
+        not rest
+        and step > 0
+        and after.start == (*box.start[:dim], box.start[dim] + length, *box.start[dim + 1 :])
+        and _without(box.extent, dim) == _without(after.extent, dim)
+        and _without(box.strides, dim) == _without(after.strides, dim)
+        and all(one.extent[dim] == 1 or one.strides[dim] == step for one in (box, after))
+    )
+    if not fits:
+        return None
+    extent = (*box.extent[:dim], length + after.extent[dim], *box.extent[dim + 1 :])
+    return Box(box.start, extent, box.offset, (*box.strides[:dim], step, *box.strides[dim + 1 :]))
 
 
 def _address(box: Box, inner: Box) -> int:

@@ -109,7 +109,7 @@ def _mapped_file(path: Path) -> dict[str, torch.Tensor]:
     header, first = _header(path)
     size = path.stat().st_size
     entries = {name: _entry(path, name, entry, size - first) for name, entry in header.items()}
-    storage = torch.UntypedStorage.from_file(str(path), False, size)
+    storage = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).untyped_storage()
     return {
         name: _view(storage, first + start, dtype, shape)
         for name, (dtype, shape, start) in sorted(entries.items(), key=lambda item: item[1][2])

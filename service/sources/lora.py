@@ -220,7 +220,7 @@ def _checkpoint_name(name: str) -> str:
 
 
 def _adapters(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    found = set()
+    found: set[str] = set()
     for name in tensors:
         parts = name.split(".")
         found.update(parts[parts.index(kind) + 1] for kind in (*_BY_ADAPTER, "modules_to_save") if kind in parts[:-1])

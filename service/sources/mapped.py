@@ -22,7 +22,7 @@ from weightsync.protocol.views import RecordingTensor
 from weightsync.service.shard_table import Placement, placement
 from weightsync.service.sources.shards import placed
 
-Remapping = Callable[[Mapping[str, RecordingTensor]], Mapping[str, RecordingTensor | Assembly]]
+Remapping = Callable[[Mapping[str, RecordingTensor]], Mapping[str, torch.Tensor | Assembly]]
 """Trainer tensors by name -> published tensors by name, each a view of one, or several put together by `cat`."""
 
 

@@ -24,7 +24,7 @@ from weightsync.service.sources.mapped import MappedSource
 from weightsync.service.sources.megatron_layout import MegatronRank, global_tensors, split_layer
 from weightsync.service.sources.shards import ShardSource
 
-Published = Iterator[tuple[str, RecordingTensor]]
+Published = Iterator[tuple[str, torch.Tensor]]
 _EMBEDDING = "model.embed_tokens.weight"
 
 

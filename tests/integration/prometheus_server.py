@@ -27,7 +27,7 @@ FASTER = 15
 INTERVAL = "1s"
 """15 s in earnest."""
 
-_TOKEN_LINES = re.compile(r"^( *)# (authorization:\n)\1# (  credentials_file: ).*$", flags=re.MULTILINE)
+_TOKEN_LINES = re.compile(r"^( *)# authorization:\n\1#   type: (.*)\n\1#   credentials_file: .*$", flags=re.MULTILINE)
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -120,7 +120,9 @@ def _with_token(shipped: str, folder: Path, token: str | None) -> str:
         return shipped
     path = folder / "token"
     path.write_text(token)
-    text, count = _TOKEN_LINES.subn(lambda found: f"{found[1]}{found[2]}{found[1]}{found[3]}{path}", shipped)
+    text, count = _TOKEN_LINES.subn(
+        lambda found: f"{found[1]}authorization: {{type: {found[2]}, credentials_file: {path}}}", shipped
+    )
     assert count == 3, "for discovery, for what it finds, and for the ingress"
     return text
 

@@ -202,6 +202,7 @@ def test_empty_tensors_are_published() -> None:
         (lambda t: {"x": t["w"].t().reshape(8)[:2]}, UnsupportedLayoutError, "'x' is mapped as w.*select before you"),
         (lambda t: {"x": t["w"].to(torch.bfloat16)}, UnsupportedLayoutError, "CastSource"),
         (lambda t: {"x": t["w"].view(torch.int32)}, UnsupportedLayoutError, "another dtype"),
+        (lambda t: {"x": torch.zeros(2)}, InvalidLayoutError, "views of the tensors it is given, not a Tensor"),
         (lambda t: {"v": t["w"]}, InvalidLayoutError, "'v' is mapped from another tensor"),
         (lambda t: {"x": cat([t["w"], t["v"]])}, InvalidLayoutError, "cannot be joined"),
         (lambda t: {"x": cat([])}, InvalidLayoutError, "no tensor to join"),
@@ -220,6 +221,15 @@ def test_what_falls_into_elements_is_refused_by_name_and_a_dense_copy_is_not() -
         registrations([source])
     cast = CastSource(source, torch.float64)
     assert_equal(pull_whole([cast]), {"even": full["w"][:, 0].double()})
+
+
+def test_steps_are_one_box_a_shard_and_not_one_a_step() -> None:
+    full = {"w": torch.randn(6, 12)}
+    source = MappedSource(StateDictSource(full), lambda t: {"even": t["w"][::2, 1::3]})
+    assert [(s.offset, tuple(s.tensor.shape), s.tensor.stride()) for s in source.shards()] == [
+        ((0, 0), (3, 4), (24, 3))
+    ]
+    assert_equal(pull_whole([source]), {"even": full["w"][::2, 1::3]})
 
 
 def test_a_transposed_parameter_is_read_in_long_runs() -> None:
