@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from weightsync.protocol.errors import RegistrationError, SyncError, UnsupportedLayoutError, WeightsyncError
+from weightsync.protocol.errors import RegistrationError, SyncError, UnsupportedLayoutError
 from weightsync.protocol.messages import InstallMode
 from weightsync.service.api import connect
 from weightsync.service.subscriber import Subscriber
@@ -85,6 +85,7 @@ class WeightsyncEngine(WeightTransferEngine[WeightsyncInitInfo, WeightsyncUpdate
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._subscriber: Subscriber | None = None
+        self._in_place = False
         if self.parallel_config.enable_eplb:
             raise UnsupportedLayoutError(
                 "expert load balancing (enable_eplb) moves experts between ranks while the engine runs, and pulls are "
@@ -141,22 +142,22 @@ class WeightsyncEngine(WeightTransferEngine[WeightsyncInitInfo, WeightsyncUpdate
             SyncError: a worker does not have it; all keep what they had. With install="in_place", or where a layer's
                 conversion failed, the worker is torn, which the message says.
         """
-        wanted, timeout_s = update_info.version, update_info.timeout_s
+        subscriber, wanted, timeout_s = self.subscriber, update_info.version, update_info.timeout_s
         try:
             if not self._in_place:
-                wanted = self._agree(wanted, timeout_s)
-            self._everywhere(self.subscriber.sync, wanted, timeout_s)
+                wanted = self._agree(subscriber, wanted, timeout_s)
+            self._everywhere(subscriber.sync, wanted, timeout_s)
         finally:
-            self.subscriber.release()
-        self.subscriber.confirm()
+            subscriber.release()
+        subscriber.confirm()
 
-    def _agree(self, wanted: int | None, timeout_s: float | None) -> int:
+    def _agree(self, subscriber: Subscriber, wanted: int | None, timeout_s: float | None) -> int:
         """A version that every worker of this engine has beside its live weights, and keeps there."""
         while True:
-            staged = self._everywhere(self.subscriber.stage, wanted, timeout_s)
+            staged = self._everywhere(subscriber.stage, wanted, timeout_s)
             if len(set(staged)) == 1:
                 return staged[0]
-            self.subscriber.release()  # a newer one came between, and all can have it
+            subscriber.release()  # a newer one came between, and all can have it
             wanted = max(staged)
 
     def finish_weight_update(self) -> None:
@@ -179,7 +180,7 @@ class WeightsyncEngine(WeightTransferEngine[WeightsyncInitInfo, WeightsyncUpdate
         outcome: int | str
         try:
             outcome = step(wanted, timeout_s)
-        except (WeightsyncError, ConnectionError) as error:
+        except Exception as error:  # whatever it is: the others wait for this worker's word
             outcome = f"{type(error).__name__}: {error}"
         world = get_world_group()
         outcomes: list[Any] = [None] * world.world_size
