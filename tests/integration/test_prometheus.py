@@ -169,10 +169,12 @@ def test_what_is_killed_raises_its_alert_which_clears_once_it_is_back(
         for replica in ingress_processes(no_ingress):
             with contextlib.suppress(psutil.NoSuchProcess):
                 replica.kill()
-        return firing() == {("WeightsyncRegistryDown", no_registry), ("WeightsyncIngressDown", no_ingress)}
+        fired.update(firing())  # one may be back for a moment when the other fires
+        return fired == {("WeightsyncRegistryDown", no_registry), ("WeightsyncIngressDown", no_ingress)}
 
+    fired: set[tuple[str, str]] = set()
     assert firing() == set()
-    _await(fire_although_it_returns, 90, every_s=0.02)
+    _await(fire_although_it_returns, 180, every_s=0.02)
     _await(lambda: firing() == set(), 60)
     for scene in (live, staged):
         scene.check_sync(["w0", "w1"])
