@@ -15,12 +15,11 @@ import httpx
 import psutil
 import pytest
 import ray
-from fault_helpers import Scene, ingress_processes, kill
+from fault_helpers import Scene, ingress_processes
 from prometheus_server import PrometheusServer, still_empty
 from rule_files import CONFIG, rules, without_thresholds
 
 from weightsync.dashboards.queries import ALL, panel_queries
-from weightsync.service.api import ServiceNotFoundError
 
 pytestmark = [
     pytest.mark.skipif(
@@ -156,28 +155,26 @@ def test_a_sync_that_the_watchdog_ends_raises_alerts(prometheus: PrometheusServe
 def test_what_is_killed_raises_its_alert_which_clears_once_it_is_back(
     prometheus: PrometheusServer, live: Scene, staged: Scene
 ) -> None:
-    """Killed whenever it has returned, as what crashes when it starts: Ray and Serve bring one back within seconds."""
-    no_registry, no_ingress = staged.service.name, live.service.name
+    """The last one of `staged`: its registry is killed for good, until the ingress makes another, without members."""
+    registry_down = ("WeightsyncRegistryDown", staged.service.name)
+    ingress_down = ("WeightsyncIngressDown", live.service.name)
 
     def firing() -> set[tuple[str, str]]:
         found = prometheus.query('ALERTS{alertstate="firing", alertname=~"Weightsync(Registry|Ingress)Down"}')
         return {(series["metric"]["alertname"], series["metric"]["service"]) for series in found}
 
-    def fire_although_it_returns() -> bool:
-        with contextlib.suppress(ServiceNotFoundError, ray.exceptions.RayError):  # it is down
-            kill(staged.service.status(timeout_s=1.0).registry_pid)
-        for replica in ingress_processes(no_ingress):
+    def fires_although_serve_replaces_it() -> bool:
+        for replica in ingress_processes(live.service.name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 replica.kill()
-        fired.update(firing())  # one may be back for a moment when the other fires
-        return fired == {("WeightsyncRegistryDown", no_registry), ("WeightsyncIngressDown", no_ingress)}
+        return ingress_down in firing()
 
-    fired: set[tuple[str, str]] = set()
     assert firing() == set()
-    _await(fire_although_it_returns, 180, every_s=0.02)
+    ray.kill(staged.service.registry)
+    _await(lambda: firing() == {registry_down}, 40)
+    _await(fires_although_serve_replaces_it, 60)
     _await(lambda: firing() == set(), 60)
-    for scene in (live, staged):
-        scene.check_sync(["w0", "w1"])
+    live.check_sync(["w0", "w1"])
 
 
 @pytest.mark.slow
@@ -201,11 +198,11 @@ def test_a_sync_that_stands_still_raises_the_alert_and_its_end_clears_it(
     assert prometheus.alert_states("WeightsyncStalled", service=name) == set()
 
 
-def _await(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.2) -> None:
+def _await(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(every_s)
+        time.sleep(0.2)
 
 
 def _sync_until(left: Callable[[], list[str]], *scenes: Scene) -> list[str]:
