@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from weightsync.protocol.boxes import span_of
 from weightsync.protocol.copies import RecordedCopy
 from weightsync.protocol.errors import InvalidLayoutError
 from weightsync.protocol.messages import InstallMode
@@ -100,8 +101,7 @@ def _mirror(tensor: torch.Tensor) -> torch.Tensor:
     """Dense memory with the same shape and strides, touched, so that the first pull is not slower."""
     if tensor.numel() == 0:
         return torch.empty_like(tensor)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = torch.zeros(span, dtype=tensor.dtype, device=tensor.device)
+    flat = torch.zeros(span_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
     return flat.as_strided(tensor.shape, tensor.stride())
 
 

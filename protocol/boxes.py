@@ -61,6 +61,11 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return 0 in shape or all(n == 1 or s == u for n, s, u in zip(shape, strides, unit, strict=True))
 
 
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first of a strided region to the end of its last one; 0 if it has none."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def dense_space(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """A row-major tensor shape in which the strided region is a box at the origin, or else a flat one."""
     loops = sorted(((stride, n) for n, stride in zip(shape, strides, strict=True) if n != 1), reverse=True)
@@ -70,7 +75,7 @@ def dense_space(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]
         outer % inner == 0 and outer // inner >= n for (outer, _), (inner, n) in pairwise(loops)
     )
     if not loops or not divisible:
-        return (1 + sum((n - 1) * stride for stride, n in loops),)
+        return (span_of(shape, strides),)
     widths = [outer // inner for (outer, _), (inner, _) in pairwise(loops)]
     step = loops[-1][0]  # a region without an innermost step of 1 is one column of a dimension as wide as that step
     return (loops[0][1], *widths) if step == 1 else (loops[0][1], *widths, step)

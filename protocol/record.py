@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightsync.protocol.boxes import span_of
 from weightsync.protocol.copies import OpChain, RecordedCopy
 from weightsync.protocol.dtypes import dtype_from_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
@@ -297,9 +298,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Byte range of a tensor in its storage."""
     start = int(tensor.storage_offset())
-    end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0:
-        end = start
+    end = start + span_of(tensor.shape, tensor.stride())
     return start * tensor.element_size(), end * tensor.element_size()
 
 

@@ -94,6 +94,11 @@ class Bounce:
         return replay(dense.permute(inverse), self.rest)
 
 
+def falls_apart(runs: int, nbytes: int) -> bool:
+    """Whether a copy is of so many runs, and so short ones, that it is cheaper to copy than to read run by run."""
+    return runs > MANY_RUNS and nbytes < runs * MIN_RUN_BYTES
+
+
 def plan_pull(
     copy: RecordedCopy,
     *,
@@ -337,7 +342,7 @@ def _widened(sizes: tuple[int, ...], factor: int) -> tuple[int, ...]:
 
 def _refuse_small_runs(plan: TransferPlan, unit: int, copy: RecordedCopy) -> None:
     count = sum(count_runs(segment) for segment in plan.segments)
-    if count > MANY_RUNS and plan.moved_elements * unit < count * MIN_RUN_BYTES:
+    if falls_apart(count, plan.moved_elements * unit):
         raise UnsupportedLayoutError(
             f"{describe_chain(copy.src_name, copy.op_chain)} into {copy.param_name} falls into {count} runs of "
             f"{plan.moved_elements * unit // count} bytes"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weightsync.protocol.boxes import Box, boxes_of, dense_space, intersect
+from weightsync.protocol.boxes import Box, boxes_of, dense_space, intersect, span_of
 from weightsync.protocol.coverage import find_holes
 from weightsync.protocol.folding import Segment
 from weightsync.protocol.lowering import lower_segment
@@ -72,10 +72,7 @@ class MemoryRegion:
     @property
     def span(self) -> tuple[int, int]:
         """First byte, and the one after the last."""
-        if 0 in self.shape:
-            return self.addr, self.addr
-        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return self.addr, self.addr + (reach + 1) * self.itemsize
+        return self.addr, self.addr + span_of(self.shape, self.strides) * self.itemsize
 
 
 def find_shared_bytes(regions: Sequence[MemoryRegion]) -> tuple[int, int] | None:

@@ -5,8 +5,9 @@ Names load on first use: torch and Ray take seconds to import, and `weightsync -
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weightsync.service.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from weightsync.protocol.status import ServiceStatus, SyncReport
@@ -115,13 +116,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"weightsync.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 
 from weightsync.actors.interfaces import LocalShard
-from weightsync.protocol.boxes import is_row_major
+from weightsync.protocol.boxes import is_row_major, span_of
 from weightsync.protocol.dtypes import dtype_name
 from weightsync.protocol.errors import InvalidLayoutError, UnsupportedLayoutError
 from weightsync.protocol.folding import Segment
 from weightsync.protocol.lowering import count_runs
 from weightsync.protocol.messages import TensorMeta
-from weightsync.protocol.segments import MANY_RUNS, MIN_RUN_BYTES
+from weightsync.protocol.segments import falls_apart
 from weightsync.protocol.shards import PublishedShard, PublishedTensor, StridedShard
 
 
@@ -84,11 +84,7 @@ def nbytes_of(shard: LocalShard) -> int:
 
 def span_bytes(shard: LocalShard) -> int:
     """Bytes from the shard's first element to the end of its last; between them others may lie."""
-    tensor = shard.tensor
-    if not tensor.numel():
-        return 0
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + reach) * tensor.element_size()
+    return span_of(shard.tensor.shape, shard.tensor.stride()) * shard.tensor.element_size()
 
 
 def check_readable(rank: int, shards: Sequence[LocalShard]) -> None:
@@ -105,7 +101,7 @@ def check_readable(rank: int, shards: Sequence[LocalShard]) -> None:
         if any(n > 1 and s < 1 for n, s in zip(shape, strides, strict=True)):
             raise UnsupportedLayoutError(f"{where} repeats elements; publish a tensor that has each of them once")
         runs = count_runs(Segment(0, 0, strides, 0, 0, strides, shape))
-        if runs > MANY_RUNS and nbytes_of(shard) < runs * MIN_RUN_BYTES:
+        if falls_apart(runs, nbytes_of(shard)):
             raise UnsupportedLayoutError(
                 f"{where} lies in {runs} runs of {size * shard.tensor.numel() // runs} bytes, which costs more to read "
                 "than to copy; publish it with mode='staged', or through CastSource, which keeps a dense copy"

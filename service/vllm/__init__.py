@@ -21,8 +21,9 @@ Names load on first use: importing this package needs no vLLM.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weightsync.service.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from weightsync.service.vllm.backend import WeightsyncEngine, WeightsyncInitInfo, WeightsyncUpdateInfo
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from weightsync.service.vllm.trainer import WeightsyncTrainerEngine, WeightsyncTrainerInitInfo
 
 _MODULE_OF = {
-    "EngineFollower": "follower",
-    "OfflineEngine": "follower",
-    "VllmTarget": "target",
-    "WeightsyncEngine": "backend",
-    "WeightsyncInitInfo": "backend",
-    "WeightsyncTrainerEngine": "trainer",
-    "WeightsyncTrainerInitInfo": "trainer",
-    "WeightsyncUpdateInfo": "backend",
+    "EngineFollower": "service.vllm.follower",
+    "OfflineEngine": "service.vllm.follower",
+    "VllmTarget": "service.vllm.target",
+    "WeightsyncEngine": "service.vllm.backend",
+    "WeightsyncInitInfo": "service.vllm.backend",
+    "WeightsyncTrainerEngine": "service.vllm.trainer",
+    "WeightsyncTrainerInitInfo": "service.vllm.trainer",
+    "WeightsyncUpdateInfo": "service.vllm.backend",
 }
 
 __all__ = [
@@ -53,7 +54,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
