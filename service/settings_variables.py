@@ -14,14 +14,25 @@ from weightsync.service.settings import FILE_VARIABLE, Settings
 
 PREFIX = str(Settings.model_config["env_prefix"])
 SERVICE_VARIABLE = f"{PREFIX}SERVICE"
-"""Scripts say with it which service they mean."""
+"""Scripts and vLLM workers say with it which service they mean."""
+ENGINE_VARIABLE, IN_FLIGHT_VARIABLE, INSTALL_VARIABLE = ENGINE_VARIABLES = (
+    f"{PREFIX}ENGINE",
+    f"{PREFIX}IN_FLIGHT",
+    f"{PREFIX}INSTALL",
+)
+"""What `vllm serve` is told of its engine."""
 
 _KUBERNETES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
 def known_variables() -> list[str]:
     """Every variable that means something here."""
-    return [FILE_VARIABLE, SERVICE_VARIABLE, *(f"{PREFIX}{name.upper()}" for name in Settings.model_fields)]
+    return [
+        FILE_VARIABLE,
+        SERVICE_VARIABLE,
+        *ENGINE_VARIABLES,
+        *(f"{PREFIX}{name.upper()}" for name in Settings.model_fields),
+    ]
 
 
 def warnings(environment: Mapping[str, str]) -> Iterator[str]:

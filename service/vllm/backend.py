@@ -29,10 +29,9 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.protocol.errors import RegistrationError, SyncError, UnsupportedLayoutError
 from weightsync.protocol.messages import InstallMode
 from weightsync.service.api import connect
+from weightsync.service.settings_variables import SERVICE_VARIABLE
 from weightsync.service.subscriber import Subscriber
 from weightsync.service.vllm.target import VllmTarget
-
-SERVICE_VARIABLE = "WEIGHTSYNC_SERVICE"
 
 
 @dataclass

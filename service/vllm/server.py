@@ -19,6 +19,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from weightsync.service.settings_variables import ENGINE_VARIABLE, IN_FLIGHT_VARIABLE, INSTALL_VARIABLE
 from weightsync.service.vllm.backend import default_service
 from weightsync.service.vllm.follower import EngineFollower, InFlight
 from weightsync.service.vllm.plugin import BACKEND
@@ -51,9 +52,9 @@ class ServerPlugin:
         state.weightsync = EngineFollower(
             cast(AsyncLLM, engine_client),
             default_service(),
-            name=os.environ.get("WEIGHTSYNC_ENGINE") or None,
-            in_flight=cast(InFlight, os.environ.get("WEIGHTSYNC_IN_FLIGHT") or "drain"),
-            install=os.environ.get("WEIGHTSYNC_INSTALL") or "shadow",
+            name=os.environ.get(ENGINE_VARIABLE) or None,
+            in_flight=cast(InFlight, os.environ.get(IN_FLIGHT_VARIABLE) or "drain"),
+            install=os.environ.get(INSTALL_VARIABLE) or "shadow",
         )
         await state.weightsync.start()
 
