@@ -399,7 +399,6 @@ class Registry(Operations):
         await self._parked.until(lambda: not running.open or consumer_id not in running.live)
         refusal = running.refusal(member)
         member.state = ConsumerState.IDLE
-        member.staged_version = running.version if refusal is None else None
         return refusal
 
     async def pull_failed(self, consumer_id: int, token: str, epoch: int, message: str, fault: Fault) -> None:

@@ -184,6 +184,8 @@ class Syncs:
             self.newest_version = epoch.version
             self.syncs_committed += 1
             self.last_report = epoch.report(self.options.service)
+            for consumer_id in epoch.live:
+                self.consumers.members[consumer_id].staged_version = epoch.version
             self._account(epoch)
             self.chronicle.committed(epoch, self.last_report)
 

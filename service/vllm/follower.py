@@ -29,7 +29,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from weightsync.protocol.errors import SyncError
-from weightsync.protocol.status import ConsumerStatus
+from weightsync.protocol.messages import InstallMode
+from weightsync.protocol.status import ConsumerStatus, ServiceStatus
 from weightsync.service.api import ServiceHandle, ServiceNotFoundError, connect
 
 log = logging.getLogger("weightsync.vllm")
@@ -73,6 +74,7 @@ class EngineFollower:
         self._workers = _Workers(self._service, self._name)
         self._pause_mode: Any = _PAUSE_MODE[in_flight]
         self._install = install
+        self._in_place = install == InstallMode.IN_PLACE
         self._version: int | None = None
         self._installed = asyncio.Condition()
         self._following: asyncio.Task[None] | None = None
@@ -133,17 +135,17 @@ class EngineFollower:
             try:
                 news = await asyncio.to_thread(self._service.news, after, _POLL_S)
                 after = news.number
-                newest = await asyncio.to_thread(lambda: self._service.status().newest_version)
-                if newest is not None and (self._version is None or newest > self._version):
-                    await asyncio.shield(self._take_in(newest))
+                offered = await asyncio.to_thread(self._workers.offered, self._in_place)
+                if offered is not None and (self._version is None or offered > self._version):
+                    await asyncio.shield(self._take_in(offered))
             except Exception as error:
                 log.warning("engine %s keeps version %s: %s", self._name, self._version, error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _take_in(self, newest: int) -> None:
+    async def _take_in(self, offered: int) -> None:
         async with self._paused():
             await self._engine.start_weight_update()
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": newest}))
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": offered}))
             version = await asyncio.to_thread(self._workers.version)
             await self._engine.finish_weight_update(str(version))
         async with self._installed:
@@ -215,13 +217,25 @@ class _Workers:
         """What vLLM passes to each worker."""
         return {"service": self.service.name, "engine": self.engine, "install": install}
 
+    def offered(self, in_place: bool) -> int | None:
+        """The version that all can install without waiting, if there is one: an engine that cannot have the newest,
+        because it was left out of that sync, is not paused for it. In place, the version that is being synced now.
+        """
+        status = self.service.status()
+        if in_place:
+            return None if status.epoch is None else status.epoch.version
+        members = self._members(status)
+        have = [m.version if m.staged_version is None else m.staged_version for m in members]
+        known = [version for version in have if version is not None]
+        return min(known) if known and len(known) == len(have) else None
+
     def version(self) -> int:
         """The one version that all installed; they agreed on it, perhaps on a newer one than they were asked for.
 
         Raises:
             SyncError: they are gone, or do not serve one version.
         """
-        versions = {member.version for member in self._members()}
+        versions = {member.version for member in self._members(self.service.status())}
         version = versions.pop() if len(versions) == 1 else None
         if version is None:
             raise SyncError(f"workers of engine {self.engine!r} report versions {sorted(map(str, versions))}")
@@ -230,9 +244,9 @@ class _Workers:
     def torn(self) -> bool:
         """Whether one has weights that must not be used."""
         with contextlib.suppress(ServiceNotFoundError):  # a service that is gone tears nothing
-            return any(member.torn for member in self._members())
+            return any(member.torn for member in self._members(self.service.status()))
         return False
 
-    def _members(self) -> list[ConsumerStatus]:
+    def _members(self, status: ServiceStatus) -> list[ConsumerStatus]:
         prefix = f"{self.engine}-dp"
-        return [member for member in self.service.status().consumers if member.worker.startswith(prefix)]
+        return [member for member in status.consumers if member.worker.startswith(prefix)]

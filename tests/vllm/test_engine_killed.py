@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -44,9 +45,21 @@ class Engine:
         os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self.signal(signal.SIGKILL)
+        """With everything it started, which then cannot tidy up: vLLM's shared memory is removed here."""
+        if self._process.poll() is not None:
+            return
+        root = psutil.Process(self._process.pid)
+        mapped = {m.path for one in (root, *root.children(recursive=True)) for m in one.memory_maps()}
+        self.signal(signal.SIGKILL)
         self._process.wait()
+        for path in mapped:
+            if path.startswith("/dev/shm/"):
+                Path(path).unlink(missing_ok=True)
+
+    def end(self) -> int:
+        """As Ctrl-C does; the exit status. It has to go in time."""
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(60)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -106,3 +119,6 @@ def test_killed_in_a_sync_and_started_again(
         third = [engines[0].next(), engines[2].next()]
         assert third[0] == third[1]
         assert third[0]["made_by"] == ["3"]
+
+        assert engines[0].end() != 0
+        assert [member.worker for member in service.status().consumers] == ["two-dp0-rank0"], "it left the service"

@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.vllm.engines import PROMPTS, following, options
 from tests.vllm.models import read
-from weightsync.service import Publisher, ServiceHandle, StateDictSource
+from weightsync.service import Publisher, ServiceHandle, StateDictSource, StateDictTarget, Subscriber
 from weightsync.service.vllm import EngineFollower
 
 Checkpoints = Callable[[str, int], Path]
@@ -52,14 +52,14 @@ class Trainer:
 
 @asynccontextmanager
 async def served(
-    service: ServiceHandle, checkpoints: Checkpoints, in_flight: Any, **more: Any
+    service: ServiceHandle, checkpoints: Checkpoints, in_flight: Any, install: str = "shadow", **more: Any
 ) -> AsyncIterator[tuple[AsyncLLM, EngineFollower, Trainer]]:
     """An engine that serves version 1 and follows."""
     trainer = await asyncio.to_thread(Trainer, service, checkpoints)
     arguments = AsyncEngineArgs(**options(checkpoints("llama", 1), **more), weight_transfer_config=following())
     engine = AsyncLLM.from_engine_args(arguments)
     try:
-        async with EngineFollower(engine, service, name="engine0", in_flight=in_flight) as follower:
+        async with EngineFollower(engine, service, name="engine0", in_flight=in_flight, install=install) as follower:
             await trainer.publish(1)
             await follower.wait_for(1, timeout_s=60)
             yield engine, follower, trainer
@@ -78,6 +78,51 @@ async def generate(engine: AsyncLLM, prompt: Any, tokens: int, name: str) -> Any
 
 def versions_of(completion: Any) -> list[str]:
     return [span.version for span in completion.weight_versions or []]
+
+
+def test_an_engine_that_pulls_in_place_follows(service: ServiceHandle, checkpoints: Checkpoints) -> None:
+    async def scene() -> list[Any]:
+        async with served(service, checkpoints, "drain", "in_place") as (engine, follower, trainer):
+            found = [await generate(engine, PROMPTS[0], 12, "1")]
+            for version in (2, 3):
+                await trainer.publish(version)
+                assert await follower.wait_for(version, timeout_s=60) == version
+                found.append(await generate(engine, PROMPTS[0], 12, str(version)))
+            return found
+
+    found = asyncio.run(scene())
+    assert [versions_of(completion) for completion in found] == [["1"], ["2"], ["3"]]
+    assert len({tuple(completion.token_ids) for completion in found}) == 3
+
+
+def test_an_engine_left_out_of_a_sync_goes_on_with_what_it_has(
+    service: ServiceHandle, checkpoints: Checkpoints
+) -> None:
+    """It is not paused for a version that it cannot have, and takes the next one."""
+    held = {name: torch.zeros_like(tensor) for name, tensor in read(checkpoints("llama", 1)).items()}
+
+    async def scene() -> tuple[int | None, list[Any]]:
+        async with served(service, checkpoints, "drain") as (engine, follower, trainer):
+            with Subscriber(service, "late", StateDictTarget(held), install="in_place") as late:
+                publishing = asyncio.create_task(trainer.publish(2))
+                while (epoch := service.status().epoch) is None or len(epoch.waiting_for) != 1:
+                    await asyncio.sleep(0.05)  # the engine has it, and `late` has not begun
+                service.evict("engine0-dp0-rank0", "a test")
+                await asyncio.to_thread(late.sync, 2)
+                await publishing
+            found = []
+            for number in range(20):  # for some time after the version that it missed
+                async with asyncio.timeout(30):
+                    found.append(await generate(engine, PROMPTS[0], 4, f"missed-{number}"))
+                await asyncio.sleep(0.1)
+            missed = follower.version
+            await trainer.publish(3)
+            await follower.wait_for(3, timeout_s=60)
+            return missed, [*found, await generate(engine, PROMPTS[0], 4, "next")]
+
+    missed, found = asyncio.run(scene())
+    assert missed == 1
+    assert [versions_of(completion) for completion in found] == [["1"]] * 20 + [["3"]]
 
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort"])

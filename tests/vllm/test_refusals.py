@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from tests.vllm.loaded import Loaded, load
 from weightsync.protocol.errors import RegistrationError, UnsupportedLayoutError
 from weightsync.service import ServiceHandle, ServiceNotFoundError
-from weightsync.service.vllm import WeightsyncEngine, WeightsyncInitInfo
+from weightsync.service.vllm import EngineFollower, WeightsyncEngine, WeightsyncInitInfo
 from weightsync.service.vllm.plugin import BACKEND, register
 
 CPU = torch.device("cpu")
@@ -70,6 +71,37 @@ def test_calls_before_it_has_joined(service: ServiceHandle, loaded: Loaded) -> N
             call()
     engine.shutdown()
     assert not engine.supports_draft_weight_update
+
+
+def test_workers_of_an_engine_take_the_newest_that_one_of_them_has(
+    service: ServiceHandle, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks have staged, as they would gather it: they disagree twice, because newer versions come between."""
+    engine = engine_of(loaded)
+    gathered = iter([[3, 4], [5, 4], [5, 5]])
+    asked: list[int | None] = []
+    released: list[int] = []
+
+    class _Staged:
+        def stage(self, version: int | None, timeout: float | None) -> int:
+            raise AssertionError("called through _everywhere only")
+
+        def release(self) -> None:
+            released.append(len(asked))
+
+    def everywhere(step: Any, wanted: int | None, timeout_s: float | None) -> list[int]:
+        asked.append(wanted)
+        return next(gathered)
+
+    monkeypatch.setattr(engine, "_everywhere", everywhere)
+    assert engine._agree(_Staged(), 3, None) == 5
+    assert asked == [3, 4, 5]
+    assert released == [1, 2], "what is agreed upon stays"
+
+
+def test_an_unknown_treatment_of_requests(service: ServiceHandle) -> None:
+    with pytest.raises(ValueError, match=r"in_flight must be one of \['abort', 'drain', 'keep'\], got 'wait'"):
+        EngineFollower(None, service, in_flight="wait")
 
 
 def test_unknown_options_are_named(service: ServiceHandle, loaded: Loaded) -> None:
