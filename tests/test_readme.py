@@ -45,6 +45,9 @@ def test_trainer_and_worker_run_as_pasted_beside_a_service_that_is_up(shell: She
     seen = [int(v) for v in re.findall(r"generating with version (\d)", out["worker.py"])]
     assert seen == sorted(seen)
     assert seen[-1] == 3
+    status, listed, err = shell.run("versions", "--json")
+    assert status == 0, err
+    assert listed.count('"state": "committed"') == 3
     assert shell.run("down")[0] == 0
     shell.assert_nothing_left()
 

@@ -110,6 +110,23 @@ def test_versions_arrive_as_vllm_would_load_them(
         assert worker.last_pull.bytes_needed == worker.last_pull.bytes_wire
 
 
+def test_what_attention_derives_is_derived_again(
+    service: ServiceHandle, checkpoints: Callable[[str, int], Path]
+) -> None:
+    """On CPU it is a view of the layer's weights and would follow them by itself, as it does not where it is a copy."""
+    live = load(checkpoints("deepseek_v2", 1))
+    derived = [p for name, p in live.model.named_parameters() if name.endswith((".W_UV", ".W_UK_T"))]
+    assert len(derived) == 4
+    for parameter in derived:
+        parameter.data = parameter.data.clone()
+    version = (service.status().newest_version or 0) + 1
+    source = StateDictSource(read(checkpoints("deepseek_v2", 2)))
+    with Publisher(service, 0, 1, source) as publisher, Subscriber(service, "mla", target_of(live)) as worker:
+        publisher.publish(version)
+        worker.sync(version)
+    _equal(behaviour(live), behaviour(load(checkpoints("deepseek_v2", 2))))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_record_covers_the_checkpoint_and_every_loaded_parameter(
     kind: str, checkpoints: Callable[[str, int], Path]
