@@ -25,7 +25,7 @@ def test_an_unknown_variable_is_named_with_the_nearest_known_one(variable: str, 
 
 def test_known_ones_in_any_case_and_those_of_other_programs_are_left_alone() -> None:
     kubernetes = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
-    engines = [f"WEIGHTSYNC_{name}" for name in ("SERVICE", "ENGINE", "IN_FLIGHT", "INSTALL")]  # as docs/vllm.md has them
+    engines = [f"WEIGHTSYNC_{name}" for name in ("SERVICE", "ENGINE", "IN_FLIGHT", "INSTALL")]  # of docs/vllm.md
     known = [*known_variables(), *engines, "weightsync_lease_s", *(f"WEIGHTSYNC_{name}" for name in kubernetes)]
     assert list(warnings(dict.fromkeys(known, "1"))) == []
     assert list(warnings({"WEIGHTSYNC_PORT": "1"})) != [], "with no such service it is a mistake"
